@@ -109,7 +109,10 @@ def test_a_sample_is_a_copy_of_your_own():
 
 
 def test_views_are_read_only_and_not_copies():
-    """A list of indices returns read-only views that share the cache's memory."""
+    """A list of indices returns read-only views that share the cache's memory.
+
+    Indices are checked as a list's are.
+    """
     samples = cseq.cached(Decoded(shape=1000), "2 MB")
     for index in (1, 2):
         samples[index]
@@ -119,6 +122,9 @@ def test_views_are_read_only_and_not_copies():
     assert np.shares_memory(one["image"], again["image"])
     assert not one["image"].flags.writeable
     assert [each["label"] for each in samples[18:]] == [18, 19]
+    for index, error in ((20, IndexError), (-21, IndexError), (1.0, TypeError)):
+        with pytest.raises(error):
+            samples[index]
 
 
 def test_torch_tensors_come_back_as_tensors():
@@ -133,16 +139,6 @@ def test_torch_tensors_come_back_as_tensors():
         assert torch.equal(tensor, tensors[3][0])
         assert label == 3
         tensor += 1
-
-
-@pytest.mark.parametrize(
-    ("index", "error"), [(20, IndexError), (-21, IndexError), (1.0, TypeError)]
-)
-def test_an_index_that_is_none_is_an_error(index, error):
-    """Indices are checked as a list's are."""
-    samples = cseq.cached(Decoded(), "2 MB")
-    with pytest.raises(error):
-        samples[index]
 
 
 def test_an_exception_is_raised_each_time():
@@ -164,9 +160,6 @@ def test_an_exception_is_raised_each_time():
     assert samples.stats()[1:] == (1, samples.stats().nbytes, 2_000_000, 0, 1, 0)
 
 
-# -- limits
-
-
 def test_a_full_cache_keeps_what_it_has(tmp_path):
     """Beyond the limit, samples are made each time; hits are limit / data, all samples right."""
     log, samples = tmp_path / "made", 100
@@ -183,13 +176,6 @@ def test_a_full_cache_keeps_what_it_has(tmp_path):
     assert len(lines(log)) == samples + 2 * (samples - have.kept) + 1
 
 
-@pytest.mark.parametrize("limit", [100, "20 kB"])
-def test_a_limit_without_room_for_the_index_is_an_error(limit):
-    """A limit too small for a sample raises an error that names the limit and the need."""
-    with pytest.raises(ValueError, match=r"limit=\d+ is too small: the index of 900 samples alone"):
-        cseq.cached(Decoded(900), limit)
-
-
 def test_a_sample_larger_than_the_limit_is_an_error():
     """A sample that never fits is an error, not an empty cache."""
     samples = cseq.cached(Decoded(4, None, 10**5), "90 kB")
@@ -197,10 +183,15 @@ def test_a_sample_larger_than_the_limit_is_an_error():
         samples[2]
 
 
+NO_ROOM = r"limit=\d+ is too small: the index of 900 samples alone"
+
+
 @pytest.mark.parametrize(
     ("make", "limit", "error", "match"),
     [
         (7, "1 MB", TypeError, r"make=7 has no __getitem__; pass a data set"),
+        (Decoded(900), 100, ValueError, NO_ROOM),
+        (Decoded(900), "20 kB", ValueError, NO_ROOM),
         (Decoded(0), "1 MB", ValueError, r"len\(make\)=0 is below 1"),
         (Decoded(), "many", ValueError, r"limit='many' is not a size"),
         (Decoded(log=sys.stdout), "1 MB", TypeError, r"make\.log"),  # type: ignore[arg-type]
@@ -229,9 +220,6 @@ def test_a_full_disk_keeps_no_sample(monkeypatch, caplog, tmp_path):
     assert "a sample could not be stored in" in caplog.text
     assert all(is_right(samples[k], k) for k in range(20))
     assert samples.stats().kept == 20
-
-
-# -- kills
 
 
 def killed_at(write, share):
@@ -330,9 +318,6 @@ def test_a_claim_of_a_killed_process_ends_with_it(tmp_path):
     assert samples.stats().made == 1
 
 
-# -- who shares it
-
-
 SCRIPT = """
 import os, sys, time
 import numpy as np
@@ -384,9 +369,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(run_anew):
     assert not os.path.exists(killed.stderr.strip())
 
 
-RANKS = (
-    SCRIPT
-    + """
+RANKS = """
     if "MADE" not in os.environ:
         import subprocess
         os.environ["MADE"] = "no"
@@ -395,22 +378,23 @@ RANKS = (
         have = samples.stats()
         print("found", have.hits, "others", have.others)
 """
-)
 
 
 def test_ranks_share_one_copy(run_anew):
     """Another process with the same cache finds the samples made here, and compares one."""
-    said = run_anew(RANKS).stdout.splitlines()
+    said = run_anew(SCRIPT + RANKS).stdout.splitlines()
     assert said[8:] == ["total 28 8", "made 0", "total 28 8", "found 8 others 0"]
 
 
 def test_a_copy_by_pickle_is_the_same_cache():
-    """A pickled cache gives access to the same entries, in this process or another one."""
+    """A pickled cache gives access to the same entries; its repr has their number and the hits."""
     samples = cseq.cached(Decoded(), "2 MB")
     assert is_right(samples[7], 7)
     again = pickle.loads(pickle.dumps(samples))
     assert is_right(again[7], 7)
     assert samples.stats().hits == again.stats().hits == 1
+    assert repr(samples).startswith("<Cached: 1 of 20 samples, ")
+    assert repr(samples).endswith("; 1 hits>")
 
 
 def test_samples_that_differ_each_time_are_an_error():
@@ -442,11 +426,3 @@ def test_a_class_in_a_function_needs_a_version():
     with pytest.raises(ValueError, match=r"define the class in a module, or pass version="):
         cseq.cached(Local(), "2 MB")
     assert len(cseq.cached(Local(), "2 MB", version="1")) == 20
-
-
-def test_describes_itself():
-    """The repr has the number of samples, their place, and the hits."""
-    samples = cseq.cached(Decoded(), "2 MB")
-    samples[0], samples[0]
-    assert repr(samples).startswith("<Cached: 1 of 20 samples, ")
-    assert repr(samples).endswith("; 1 hits>")

@@ -37,9 +37,7 @@ def loop(made):
 
 """
 
-KINDS = (
-    LOADERS
-    + """
+KINDS = """
 class Data(Batches):
     def __len__(self):
         return 6
@@ -55,7 +53,6 @@ if kind == "DataLoader":
 else:
     print(loop(loader(Batches, method)))
 """
-)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -64,14 +61,12 @@ def test_records_arrive_once(kind, method, run_script):
     """Each of the six records arrives once, for every loader."""
     if kind == "DataLoader":
         pytest.importorskip("torch")
-    done = run_script(KINDS, kind, method)
+    done = run_script(LOADERS + KINDS, kind, method)
     lines = sorted(done.stdout.splitlines())
     assert lines == ["3", *(f"LOG sample {k}" for k in range(6))], done.stderr
 
 
-FIELDS = (
-    LOADERS
-    + """
+FIELDS = """
 class Seen(logging.Handler):
     def emit(self, record):
         rows.append(record)
@@ -110,13 +105,12 @@ print(library.name, library.getMessage())
 print(failed.name, failed.getMessage(), failed.exc_text.splitlines()[-1])
 print([row.getMessage() for row in rest] == [str(k) for k in range(100)])
 """
-)
 
 
 @pytest.mark.parametrize("method", ANEW)
 def test_what_arrives(method, run_script):
     """Handlers get records of the script's levels, in a worker's order, with picklable content."""
-    done = run_script(FIELDS, method)
+    done = run_script(LOADERS + FIELDS, method)
     assert done.stdout.splitlines() == [
         "mine DEBUG made {'cseq-w0'}",
         "mine.data of <unlocke note 3 True",
@@ -126,9 +120,7 @@ def test_what_arrives(method, run_script):
     ], done.stderr
 
 
-OWN = (
-    LOADERS
-    + """
+OWN = """
 import functools
 
 logging.basicConfig(level="INFO", format="TRAINER %(message)s", stream=sys.stdout)
@@ -149,21 +141,18 @@ class Own(Batches):
 made = functools.partial(Own, sys.argv[2] == "late")
 print(loop(loader(made, sys.argv[1], num_workers=1)))
 """
-)
 
 
 @pytest.mark.parametrize("when", ["early", "late"])
 @pytest.mark.parametrize("method", ANEW)
 def test_a_worker_that_configures_logging(method, when, run_script):
     """Its records go to its own handlers only."""
-    done = run_script(OWN, method, when)
+    done = run_script(LOADERS + OWN, method, when)
     lines = sorted(done.stdout.splitlines())
     assert lines == ["3", *(f"OWN sample {k}" for k in range(6))], done.stderr
 
 
-HANDLERS = (
-    LOADERS
-    + """
+HANDLERS = """
 class Slow(logging.Handler):
     def emit(self, record):
         if record.name == "mine.data":
@@ -179,20 +168,17 @@ with loader(Batches, sys.argv[1]).start() as batches:
     over.set()
 print(sorted(seen) == [f"sample {k}" for k in range(6)])
 """
-)
 
 
 @pytest.mark.parametrize("method", ANEW)
 def test_handlers_that_wait_or_raise(method, run_script):
     """They delay no batch and see every record; their exceptions are printed."""
-    done = run_script(HANDLERS, method)
+    done = run_script(LOADERS + HANDLERS, method)
     assert done.stdout.splitlines() == ["3 0", "True"], done.stderr
     assert done.stderr.count("ValueError: a handler's") == 6
 
 
-FORKING = (
-    LOADERS
-    + """
+FORKING = """
 import os
 
 class Forks(Batches):
@@ -207,13 +193,12 @@ class Forks(Batches):
 logging.basicConfig(format="TRAINER %(message)s", stream=sys.stdout)
 print(loop(loader(Forks, sys.argv[1])))
 """
-)
 
 
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("method", ANEW)
 def test_a_process_that_a_worker_forks(method, run_script):
     """It is not connected to the trainer: it logs like a process without a configuration."""
-    done = run_script(FORKING, method)
+    done = run_script(LOADERS + FORKING, method)
     assert done.stdout == "3\n"
     assert done.stderr == "of a child\n"

@@ -3,12 +3,22 @@
 import pytest
 from kinds import start_methods
 
-SHARING = """
+pytestmark = pytest.mark.needs("Linux")
+
+HEAD = """
 import multiprocessing
+import os
 import sys
 import numpy as np
 import cseq
 
+def start(worker, samples, shuffle=False):
+    options = {"batch_size": 4, "out_type": "null", "start_method": sys.argv[1]}
+    return cseq.MPSequence(worker, samples, 2, shuffle=shuffle, **options).start()
+
+"""
+
+SHARING = """
 class Sharing:
     def __init__(self, method):
         shared = multiprocessing.get_context(method)
@@ -20,30 +30,20 @@ class Sharing:
         self.queue.put((me.name, parent.pid, len(indices)))
         return indices
 
-def main(method):
-    import os
-    sharing = Sharing("fork" if method == "fork" else "spawn")
+if __name__ == "__main__":
+    sharing = Sharing("fork" if sys.argv[1] == "fork" else "spawn")
     sharing.queue.put("used")  # its thread runs in this process, and in no other
     assert sharing.queue.get() == "used"
-    m = cseq.MPSequence(
-        sharing, 40, 2, batch_size=4, out_type="null", start_method=method, shuffle=False
-    )
-    with m.start() as batches:
+    with start(sharing, 40) as batches:
         assert np.concatenate(list(batches)).tolist() == list(range(40))
     got = [sharing.queue.get(timeout=60) for _ in range(10)]
     assert {name for name, _, _ in got} <= {"cseq-w0", "cseq-w1"}, got
     assert {(parent, count) for _, parent, count in got} == {(os.getpid(), 4)}, got
     print(sharing.value.value)
-
-if __name__ == "__main__":
-    main(sys.argv[1])
 """
 
 TENSORS = """
-import sys
-import numpy as np
 import torch
-import cseq
 
 class Shared:
     def __init__(self):
@@ -59,10 +59,7 @@ class Shared:
 
 if __name__ == "__main__":
     shared, seen = Shared(), []
-    m = cseq.MPSequence(
-        shared, 8, 2, batch_size=4, out_type="null", start_method=sys.argv[1], shuffle=False
-    )
-    with m.start() as batches:
+    with start(shared, 8) as batches:
         for epoch in range(3):
             shared.epoch.fill_(epoch)
             seen += [batch.tolist() for batch in batches]
@@ -70,46 +67,23 @@ if __name__ == "__main__":
 """
 
 POOLED = """
-import concurrent.futures
-import multiprocessing
-import os
-import sys
-import numpy as np
-import cseq
-
-class Pooled:
+class Executor:
     def __init__(self):
-        context = multiprocessing.get_context("fork")
-        self.pool = concurrent.futures.ProcessPoolExecutor(2, mp_context=context)
+        from concurrent.futures import ProcessPoolExecutor
+        self.pool = ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork"))
     def __getitem__(self, indices):
-        return np.array([(index, self.pool.submit(os.getpid).result()) for index in indices])
+        return [self.pool.submit(os.getpid).result() for _ in indices]
+
+class Joblib:
+    def __getitem__(self, indices):
+        from joblib import Parallel, delayed
+        return Parallel(2)(delayed(os.getpid)() for _ in indices)
 
 if __name__ == "__main__":
-    m = cseq.MPSequence(Pooled, 40, 2, batch_size=4, out_type="null", start_method=sys.argv[1])
-    with m.start() as batches:
-        pids = {int(pid) for batch in batches for pid in batch[:, 1]}
-    print(1 <= len(pids) <= 4, [pid for pid in pids if os.path.exists(f"/proc/{pid}")])
-"""
-
-JOINED = """
-import os
-import sys
-import numpy as np
-import cseq
-from joblib import Parallel, delayed
-
-class Joined:
-    def __getitem__(self, indices):
-        pids = Parallel(2)(delayed(os.getpid)() for _ in indices)
-        return np.array(list(zip(indices, pids)))
-
-if __name__ == "__main__":
-    method, before = sys.argv[1:]
-    if before:  # its processes, and the threads that serve them, are this process's
-        Parallel(2)(delayed(abs)(k) for k in range(4))
-    m = cseq.MPSequence(Joined, 16, 2, batch_size=4, out_type="null", start_method=method)
-    with m.start() as batches:
-        pids = {int(pid) for batch in batches for pid in batch[:, 1]}
+    if sys.argv[3:]:  # its processes, and the threads that serve them, are this process's
+        Joblib()[range(4)]
+    with start({"executor": Executor, "joblib": Joblib}[sys.argv[2]], 24, shuffle=True) as batches:
+        pids = {pid for batch in batches for pid in batch}
     left = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
     print(os.getpid() in pids, 1 <= len(pids) <= 4, left)
 """
@@ -147,7 +121,6 @@ LINES = """class Indexer:
 """
 
 
-@pytest.mark.needs("Linux")
 @pytest.mark.parametrize("method", start_methods())
 def test_coverage_measures_workers(run_anew, tmp_path, method):
     """`coverage` measures them like multiprocessing's processes; the trainer keeps its signals."""
@@ -160,38 +133,31 @@ def test_coverage_measures_workers(run_anew, tmp_path, method):
     assert (done.stdout, done.stderr) == ("0\n[1, 2, 3, 4] []\n", "")
 
 
-@pytest.mark.needs("Linux")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("method", start_methods())
 def test_tensors_in_shared_memory(run_prepared, method):
     """All processes see the same memory; other tensors are each worker's own."""
     pytest.importorskip("torch")
-    done = run_prepared(TENSORS, method)
+    done = run_prepared(HEAD + TENSORS, method)
     assert done.stdout == f"True {[float(k) for k in range(1, 9)]} tensor([0.])\n", done.stderr
 
 
-@pytest.mark.needs("Linux")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("method", start_methods())
 def test_what_multiprocessing_shares(run_script, method):
     """Values, locks and queues reach the workers; a used queue delivers the workers' items."""
-    done = run_script(SHARING, method)
+    done = run_script(HEAD + SHARING, method)
     assert done.stdout == "40\n", done.stderr
 
 
-@pytest.mark.needs("Linux")
+@pytest.mark.parametrize("pool", [["executor"], ["joblib"], ["joblib", "before"]], ids=" ".join)
 @pytest.mark.parametrize("method", start_methods())
-def test_a_process_pool_ends_with_its_worker(run_script, method):
-    """No worker has to be killed for that, and the pool leaves no process."""
-    done = run_script(POOLED, method)
-    assert (done.stdout, done.stderr) == ("True []\n", "")
+def test_a_process_pool_ends_with_its_worker(run_script, tmp_path, method, pool):
+    """No worker has to be killed for that, and the pool leaves no process.
 
-
-@pytest.mark.needs("Linux")
-@pytest.mark.parametrize("before", ["", "before"])
-@pytest.mark.parametrize("method", start_methods())
-def test_the_processes_of_joblib_end_with_its_worker(run_script, tmp_path, method, before):
-    """It holds even if the trainer has such processes, whose pool a forked worker inherits."""
-    pytest.importorskip("joblib")
-    done = run_script(JOINED, method, before, JOBLIB_TEMP_FOLDER=str(tmp_path))
+    It holds even if the trainer has processes of joblib, whose pool a forked worker inherits.
+    """
+    if "joblib" in pool:
+        pytest.importorskip("joblib")
+    done = run_script(HEAD + POOLED, method, *pool, JOBLIB_TEMP_FOLDER=str(tmp_path))
     assert (done.stdout, done.stderr) == ("False True []\n", "")

@@ -5,24 +5,23 @@ import gzip
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 import time
 from collections import Counter, defaultdict
+from functools import partial
 
 import numpy as np
 import pytest
+from adverse import Fatal, kill_myself
+from counting import Numbers
+from forking import in_child
+from kinds import FEW, FIRST_PROCESS, INLINE, THREAD, by_name
 
 import cseq
-import cseq.testing
 from cseq.stream import Streams
 
-POOLS = {
-    "processes": lambda: cseq.MPSequence(Slow, 24, batch_size=2, num_workers=2, out_type="null"),
-    "threads": lambda: cseq.MTSequence(Slow, 24, batch_size=2, num_workers=2, out_type="null"),
-    "test mode": lambda: cseq.MPSequence(Slow, 24, batch_size=2, num_workers=0, out_type="null"),
-}
+SAMPLES = 24
 # In seconds; steps take at least this long.
 STEP = 0.001
 
@@ -32,31 +31,10 @@ class Slow:
         return np.repeat(indices, 20_000)
 
 
-class Numbers:
-    def __init__(self, number, num_workers):
-        self._number = number
-
-    def begin(self, assignment):
-        """Begin an epoch."""
-
-    def items(self, start):
-        yield from range(start, 6)
-
-
-class Mortal(Slow):
-    """Its worker dies in the middle of batch 3, once."""
-
-    def __init__(self, mark):
-        self._mark = mark
-
-    def __call__(self):
-        return self
-
-    def __getitem__(self, indices):
-        if 6 in indices and not self._mark.exists():
-            self._mark.touch()
-            os.kill(os.getpid(), signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
-        return super().__getitem__(indices)
+@pytest.fixture
+def path(tmp_path):
+    """Return a trace's path."""
+    return tmp_path / "run.json"
 
 
 def read(path):
@@ -103,11 +81,10 @@ def go_through(batches):
     return count
 
 
-@pytest.mark.parametrize("kind", POOLS)
-def test_every_batch(kind, tmp_path):
+@pytest.mark.parametrize("kind", FEW, ids=by_name)
+def test_every_batch(kind, path):
     """The trace tells who made each batch and when, and when the loop had it."""
-    path = tmp_path / "run.json"
-    with cseq.trace(path), POOLS[kind]().start() as batches:
+    with cseq.trace(path), kind.start(Slow, SAMPLES, batch_size=2) as batches:
         assert go_through(batches) == 12
     trace = read(path)
     assert trace["otherData"] == {"cseq": cseq.__version__, "tickets": 12}
@@ -116,20 +93,16 @@ def test_every_batch(kind, tmp_path):
     assert [e["name"] for e in named(trace, "train")] == [f"train 0/{k}" for k in range(11)]
     names = lanes(trace)
     assert {e["pid"] for e in made} == {os.getpid()}
-    assert {names[e["pid"], e["tid"]] for e in made} <= {
-        "worker 0",
-        "worker 1",
-        "indexer (test mode)",
-    }
+    makers = {"worker 0", "worker 1", "indexer (test mode)"}
+    assert {names[e["pid"], e["tid"]] for e in made} <= makers
     assert {names[e["pid"], e["tid"]] for e in named(trace, "train")} == {"loop"}
 
 
-def test_streams(tmp_path):
+def test_streams(path):
     """Items replace batches; each worker has its lane."""
-    path = tmp_path / "run.json"
     # The streams started before the trace.
     with Streams(Numbers, 2) as streams, cseq.trace(path):
-        streams.begin([None, None])
+        streams.begin([6, 6])
         assert go_through(streams) == 12
     trace = read(path)
     count = Counter(e["name"] for e in named(trace, "index"))
@@ -137,12 +110,10 @@ def test_streams(tmp_path):
     assert len({e["tid"] for e in named(trace, "index")}) == 2
 
 
-def test_a_worker_dies(tmp_path):
+def test_a_worker_dies(path, tmp_path):
     """Its end, its replacement's start, and the lost batch appear."""
-    path = tmp_path / "run.json"
-    worker = Mortal(tmp_path / "mark")
-    manager = cseq.MPSequence(
-        worker, 24, batch_size=2, num_workers=1, shuffle=False, out_type="null"
+    manager = FIRST_PROCESS.make(
+        partial(Fatal, tmp_path, kill_myself, [6]), SAMPLES, 1, batch_size=2, shuffle=False
     )
     with cseq.trace(path), manager.start() as batches:
         assert go_through(batches) == 12
@@ -151,19 +122,16 @@ def test_a_worker_dies(tmp_path):
     [lost] = [e for e in named(trace, "index") if e["name"] == "index 0/3 (lost)"]
     assert {e["tid"] for e in named(trace, "index")} == {lost["tid"]}
     assert len([e for e in named(trace, "index") if e["name"] == "index 0/3"]) == 1
-    starts = [
-        e
-        for e in named(trace, "start", "i")
-        if e["name"] == death["name"].replace("death", "start")
-    ]
-    assert len({e["args"]["pid"] for e in starts}) == len(starts) == 2
+    begun = death["name"].replace("death", "start")
+    pids = [e["args"]["pid"] for e in named(trace, "start", "i") if e["name"] == begun]
+    assert len(set(pids)) == len(pids) == 2
 
 
 def test_the_newest_are_kept(tmp_path, caplog):
     """The file, which is packed here, and the log report what was dropped."""
     caplog.set_level(logging.WARNING, "cseq")
     path = tmp_path / "of %p, %r.json.gz"
-    with cseq.trace(path, tickets=5), POOLS["threads"]().start() as batches:
+    with cseq.trace(path, tickets=5), THREAD.start(Slow, SAMPLES, batch_size=2) as batches:
         go_through(batches)
     trace = read(tmp_path / f"of {os.getpid()}, 0.json.gz")
     assert [e["name"] for e in named(trace, "train")] == [f"train 0/{k}" for k in range(7, 11)]
@@ -172,17 +140,15 @@ def test_the_newest_are_kept(tmp_path, caplog):
     assert "it lacks the first 7 tickets" in caplog.text
 
 
-def test_two_managers(tmp_path):
+def test_two_managers(path):
     """Each has its workers' lanes, in the order of the starts; there is one loop."""
-    path = tmp_path / "run.json"
-    before = POOLS["processes"]()
-    idle = cseq.MTSequence(np.arange(4), batch_size=1, num_workers=1, out_type="null")
-    # Both start before the trace, which has no events of the second.
-    with before.start() as ones, idle.start() as unused:
-        next(iter(unused))
+    options = {"dset_size": SAMPLES, "batch_size": 2}
+    # Two start before the trace, which has no events of the second.
+    with FIRST_PROCESS.start(Slow, **options) as ones, THREAD.start(Slow, **options) as unused:
+        list(unused)
         first = iter(ones)
         next(first)
-        with cseq.trace(path), POOLS["threads"]().start() as others:
+        with cseq.trace(path), THREAD.start(Slow, **options) as others:
             for _ in zip(first, others, strict=False):
                 time.sleep(STEP)
     trace = read(path)
@@ -193,10 +159,9 @@ def test_two_managers(tmp_path):
     assert len(named(trace, "train")) == 21
 
 
-def test_one_at_a_time(tmp_path):
+def test_one_at_a_time(path, tmp_path):
     """A trace inside a trace is an error, and leaves the outer one unchanged."""
-    path = tmp_path / "run.json"
-    manager = POOLS["threads"]()
+    manager = THREAD.make(Slow, SAMPLES, batch_size=2)
     with cseq.trace(path):
         with pytest.raises(RuntimeError, match=r"already recording a trace to .*run\.json"):
             cseq.trace(tmp_path / "other.json").__enter__()
@@ -209,7 +174,7 @@ def test_one_at_a_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "error", "message"),
+    ("given", "error", "message"),
     [
         (3, TypeError, "path=3 is not a str"),
         (b"run.json", TypeError, r"path=b'run.json' is not a str"),
@@ -217,21 +182,22 @@ def test_one_at_a_time(tmp_path):
         ("no/such/run.json", FileNotFoundError, r"no\W+such"),
     ],
 )
-def test_wrong_paths(path, error, message, tmp_path):
+def test_wrong_paths(given, error, message, tmp_path):
     """They are found before anything is recorded."""
-    if isinstance(path, str):
-        path = str(tmp_path / path)
-    with pytest.raises(error, match=message), cseq.trace(path):
+    if isinstance(given, str):
+        given = str(tmp_path / given)
+    with pytest.raises(error, match=message), cseq.trace(given):
         pytest.fail("it began")
+    with pytest.raises(ValueError, match="tickets=0"):
+        cseq.trace("run.json", tickets=0)
 
 
 @pytest.mark.parametrize("how", ["trace", "start"])
-def test_a_trace_that_cannot_be_written(how, tmp_path, caplog):
+def test_a_trace_that_cannot_be_written(how, path, caplog):
     """An OSError names it; a training exception comes out instead, with the OSError in the log."""
-    path = tmp_path / "run.json"
 
     def train(error):
-        manager = POOLS["threads"]()
+        manager = THREAD.make(Slow, SAMPLES, batch_size=2)
         tracing = cseq.trace(path) if how == "trace" else contextlib.nullcontext()
         with tracing, manager.start(trace=None if how == "trace" else path) as batches:
             next(iter(batches))
@@ -247,7 +213,7 @@ def test_a_trace_that_cannot_be_written(how, tmp_path, caplog):
     with pytest.raises(ZeroDivisionError, match="of the training"):
         train(ZeroDivisionError("of the training"))
     assert f"the trace {path} was not written: " in caplog.text
-    assert os.listdir(tmp_path) == ["run.json"]
+    assert os.listdir(path.parent) == ["run.json"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links")
@@ -262,12 +228,6 @@ def test_a_link_in_its_place_is_not_followed(tmp_path):
         read(tmp_path / name)
     assert victim.read_text() == "precious"
     assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_wrong_numbers():
-    """The number of tickets is at least one."""
-    with pytest.raises(ValueError, match="tickets=0"):
-        cseq.trace("run.json", tickets=0)
 
 
 SCRIPT = """
@@ -289,48 +249,40 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", ["with", "CSEQ_TRACE"])
-def test_ctrl_c(how, run_script, tmp_path):
+def test_ctrl_c(how, run_script, path):
     """It leaves a whole file, with all events up to it."""
-    path = tmp_path / "run.json"
     told = {"CSEQ_TRACE": str(path)} if how == "CSEQ_TRACE" else {}
     done = run_script(SCRIPT, *([] if told else [str(path)]), **told)
     assert done.stderr.rstrip().endswith("KeyboardInterrupt")
     trace = read(path)
     assert trace["otherData"]["tickets"] == 21
-    assert not list(tmp_path.glob("*.part"))
+    assert not list(path.parent.glob("*.part"))
 
 
 @pytest.mark.needs("fork")
-def test_a_forked_child_records_nothing(tmp_path):
+def test_a_forked_child_records_nothing(path):
     """The trace belongs to the process that began it."""
-    path = tmp_path / "run.json"
+    manager = INLINE.make(Slow, SAMPLES, batch_size=2)
     with cseq.trace(path):
-        pid = os.fork()
-        if not pid:
-            with POOLS["test mode"]().start_test() as batches:
-                os._exit(go_through(batches))
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 12
-        with POOLS["test mode"]().start_test() as batches:
+        assert in_child(lambda: go_through(manager.start_test()) == 12)
+        with manager.start_test() as batches:
             next(iter(batches))
     assert [e["name"] for e in named(read(path), "index")] == ["index 0/0"]
 
 
-def thread_in_trace(path):
-    """Return the number of the thread that a trace in test mode shows."""
-    with cseq.trace(path), POOLS["test mode"]().start_test() as batches:
+def has_own_number(path):
+    """Return whether a trace in test mode shows the number of this thread."""
+    with cseq.trace(path), INLINE.start(Slow, SAMPLES, batch_size=2) as batches:
         next(iter(batches))
     (row,) = named(read(path), "index")
-    return row["tid"]
+    return row["tid"] == threading.get_native_id()
 
 
 @pytest.mark.needs("fork")
 def test_a_forked_child_records_its_own_thread(tmp_path):
     """The number that the thread had in its parent is forgotten."""
-    assert thread_in_trace(tmp_path / "parent.json") == threading.get_native_id()
-    pid = os.fork()
-    if not pid:
-        os._exit(thread_in_trace(tmp_path / "child.json") != threading.get_native_id())
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert has_own_number(tmp_path / "parent.json")
+    assert in_child(lambda: has_own_number(tmp_path / "child.json"))
 
 
 # torch 2.12 warns of this.
@@ -344,7 +296,7 @@ def test_beside_torchs_profiler(tmp_path):
     with (
         profile(activities=[ProfilerActivity.CPU]) as profiler,
         cseq.trace(ours),
-        POOLS["test mode"]().start_test() as batches,
+        INLINE.start(Slow, SAMPLES, batch_size=2) as batches,
     ):
         for k, _ in enumerate(batches):
             with record_function(f"b {k}"):

@@ -13,11 +13,11 @@ import held
 import numpy as np
 import pytest
 from adverse import BATCH, SAMPLES, Squares, digest, manager, reference
+from forking import in_child
+from kinds import FIRST_PROCESS, QUICKEST, THREAD, by_name
 from waiting import together
 
 import cseq
-
-# -- the loop is left
 
 
 class Acting(cseq.Order):
@@ -95,31 +95,25 @@ def test_finish_in_the_middle_of_a_call(kind, where):
 
 @pytest.mark.needs("fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["proc", "thread"])
+@pytest.mark.parametrize("kind", [FIRST_PROCESS, THREAD], ids=by_name)
 def test_a_forked_child_takes_no_batches(kind):
     """After os.fork by the user, the child cannot iterate what it inherited, and ends nothing."""
-    m = cseq.MSequence(
-        Squares, SAMPLES, batch_size=BATCH, seed=11, out_type="null", thread_type=kind
-    )
+    m = kind.make(Squares, SAMPLES, batch_size=BATCH, seed=11)
     with m.start():
         iterator = iter(m)
         got = digest([next(iterator)])
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                try:
-                    next(iterator)
-                except InterruptedError:
-                    try:
-                        iter(m)
-                    except OSError:
-                        code = 0
-                del iterator, m
-                gc.collect()
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def child():
+            nonlocal iterator
+            with pytest.raises(InterruptedError):
+                next(iterator)
+            with pytest.raises(OSError, match="forked this one"):
+                iter(m)
+            del iterator
+            gc.collect()
+            return True
+
+        assert in_child(child)
         assert got + digest(iterator) == reference()
 
 
@@ -175,9 +169,6 @@ def test_what_a_forked_child_drops_starts_no_thread(run_anew, kind):
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-# -- again and again
-
-
 def census():
     """Count descriptors, threads and mappings."""
     gc.collect()
@@ -186,13 +177,10 @@ def census():
 
 
 @pytest.mark.needs("Linux")
-@pytest.mark.parametrize(("kind", "times"), [("proc", 30), ("thread", 300)])
+@pytest.mark.parametrize(("kind", "times"), [(QUICKEST, 30), (THREAD, 300)])
 def test_starts_and_finishes_leave_nothing(kind, times):
     """Many starts leave as many descriptors, threads and mappings as one."""
-    m = cseq.MSequence(
-        Squares, 32, batch_size=BATCH, thread_type=kind, out_type="null", num_workers=2,
-        **({"start_method": "fork"} if kind == "proc" else {}),
-    )  # fmt: skip
+    m = kind.make(Squares, 32, batch_size=BATCH)
     before = census()
     for _ in range(times):
         with m.start():
@@ -275,9 +263,6 @@ def test_epochs_leave_nothing():
                 pass
         assert census()[:2] == before[:2]
         assert held.slots(m).total <= slots
-
-
-# -- many at once
 
 
 def test_managers_in_several_threads():

@@ -16,9 +16,6 @@ import cseq
 pytestmark = pytest.mark.needs("fork")
 
 
-# -- batches are kept
-
-
 @pytest.mark.parametrize("limit", ["0 B", "1 MiB", None])
 def test_keeping_every_batch_is_safe(limit, caplog):
     """Batches stay intact in lists, as slices of slices, after finish and without the manager."""

@@ -5,45 +5,33 @@ import logging
 import os
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 
 import adverse
 import numpy as np
 import pytest
-from adverse import (
-    BATCH,
-    SAMPLES,
-    Fatal,
-    Squares,
-    crash,
-    digest,
-    hang,
-    kill_myself,
-    leave,
-    manager,
-    reference,
-)
+from adverse import BATCH, SAMPLES, Fatal, Squares, digest, hang, manager, reference
 from killing import CODE, WORDS
-from kinds import QUICKEST, start_methods
+from kinds import QUICK, QUICKEST, THREAD, by_name, start_methods
 
 import cseq
 from cseq import testing
 
 # A signal makes a process print its stacks.
-STACKS = pytest.param("proc", marks=pytest.mark.needs("POSIX"))
+STACKS = pytest.param(QUICKEST, marks=pytest.mark.needs("POSIX"), id=QUICKEST.name)
 # In seconds; a spawned worker must start within ten times as many.
 TIMEOUT = 0.2 if hasattr(os, "fork") else 3.0
+ORDER = cseq.permutation(SAMPLES, 11, 0).tolist()
+# The batch with sample 123.
+NUMBER = ORDER.index(123) // BATCH
+INDICES = ORDER[NUMBER * BATCH : (NUMBER + 1) * BATCH]
 
 
-# -- workers die
-
-
-@pytest.mark.parametrize("deed", [kill_myself, crash, leave])
+@pytest.mark.parametrize("deed", [adverse.kill_myself, adverse.crash, adverse.leave])
 @pytest.mark.parametrize("start_method", sorted({start_methods()[0], QUICKEST.start_method}))
 def test_a_dead_worker_is_replaced_and_the_stream_does_not_show_it(tmp_path, deed, start_method):
     """Its tickets run again after a kill, a crash or an exit, bit for bit as in test mode."""
-    from functools import partial
-
     worker = partial(Fatal, str(tmp_path), deed, [7, 77, 177])
     with manager(worker, start_method=start_method).start() as m:
         assert digest(m) == reference()
@@ -53,9 +41,8 @@ def test_a_dead_worker_is_replaced_and_the_stream_does_not_show_it(tmp_path, dee
     assert stats.retries >= 1
 
 
-def test_all_workers_killed_again_and_again(tmp_path):
+def test_all_workers_killed_again_and_again():
     """Killing every worker several times an epoch leaves the stream unchanged."""
-    del tmp_path
     with manager(max_restarts=1000).start() as m:
         got = []
         for number, batch in enumerate(m):
@@ -166,51 +153,38 @@ def test_death_at_every_labelled_point(run_prepared, debug_build, buffer, out_ty
 class Poison(Squares):
     def __getitem__(self, indices):
         if 123 in indices:
-            kill_myself()
+            adverse.kill_myself()
         return super().__getitem__(indices)
 
 
-def test_a_batch_that_kills_again_and_again_is_named():
-    """WorkerDied names epoch, batch, indices and signal; the loop has got the batches before it."""
-    order = cseq.permutation(SAMPLES, 11, 0).tolist()
-    number = order.index(123) // BATCH
+def test_a_batch_that_kills_again_and_again_is_named(monkeypatch):
+    """WorkerDied names epoch, batch, indices and signal; the loop has got the batches before it.
+
+    After SIGKILL, it says how many out-of-memory kills the system has counted.
+    """
+    counts = itertools.count(5)
+    monkeypatch.setattr("cseq.processes.deaths.oom_kills", lambda: next(counts))
     with manager(Poison).start() as m:
         iterator = iter(m)
-        for _ in range(number):
+        for _ in range(NUMBER):
             next(iterator)
         with pytest.raises(cseq.WorkerDied, match=rf"{WORDS}.* has killed 3 workers") as caught:
             next(iterator)
         assert m.stats().restarts == 2
     died = caught.value
-    assert (died.epoch, died.batch, died.exitcode) == (0, number, CODE)
-    assert died.indices == order[number * BATCH : (number + 1) * BATCH]
-
-
-@pytest.mark.needs("POSIX")
-def test_a_kill_for_want_of_memory_is_told_from_another(monkeypatch):
-    """After SIGKILL, WorkerDied says how many out-of-memory kills the system has counted."""
-    counts = itertools.count(5)
-    monkeypatch.setattr("cseq.processes.deaths.oom_kills", lambda: next(counts))
-    with (
-        manager(Poison).start() as m,
-        pytest.raises(cseq.WorkerDied, match=r"kills in its cgroup: 1; use fewer workers"),
-    ):
-        list(m)
+    assert (died.epoch, died.batch, died.exitcode) == (0, NUMBER, CODE)
+    assert died.indices == INDICES
+    assert ("kills in its cgroup: 1; use fewer workers" in str(died)) == (os.name == "posix")
 
 
 def test_the_budget_of_restarts_is_kept(tmp_path):
     """More deaths in an epoch than `max_restarts` raise WorkerDied."""
-    from functools import partial
-
-    worker = partial(Fatal, str(tmp_path), leave, [1, 100, 200, 300])
+    worker = partial(Fatal, str(tmp_path), adverse.leave, [1, 100, 200, 300])
     with (
         manager(worker, max_restarts=2).start() as m,
         pytest.raises(cseq.WorkerDied, match="max_restarts=2"),
     ):
         list(m)
-
-
-# -- workers fail
 
 
 class Raises(Squares):
@@ -220,41 +194,56 @@ class Raises(Squares):
         return super().__getitem__(indices)
 
 
-@pytest.mark.parametrize("kind", ["proc", "thread", "test"])
-def test_skip_leaves_out_the_batch_that_raised(kind, caplog):
-    """on_error='skip': all other batches come; the skipped one is logged, counted and listed."""
-    m = cseq.MSequence(
-        Raises, SAMPLES, batch_size=BATCH, seed=11, out_type="null", on_error="skip",
-        thread_type="thread" if kind == "thread" else "proc",
-        **({"start_method": QUICKEST.start_method} if kind == "proc" else {}),
-    )  # fmt: skip
-    number = cseq.permutation(SAMPLES, 11, 0).tolist().index(123) // BATCH
-    with caplog.at_level(logging.ERROR, "cseq"), m.start_test() if kind == "test" else m.start():
-        got = digest(m)
-        assert m.stats().skips == 1
-        assert [s[:2] for s in m.skipped] == [(0, number)]
-        assert "sample 123 is broken" in m.skipped[0].error
-    assert got == [d for k, d in enumerate(reference()) if k != number]
-    assert sum("sample 123 is broken" in r.getMessage() for r in caplog.records) == 1
+def refuse(array):
+    """Convert all arrays except those with sample 123."""
+    if 123 in array:
+        raise ValueError("sample 123 is broken")
+    return array
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize(
+    ("worker", "out_type"), [(Raises, "null"), (Squares, refuse)], ids=["indexer", "out_type"]
+)
+@pytest.mark.parametrize("kind", QUICK, ids=by_name)
+def test_a_batch_that_raises(kind, worker, out_type, on_error, caplog):
+    """An exception of an indexer or a callable `out_type` is raised, and all other batches come.
+
+    With on_error='skip', it is logged, counted and listed instead.
+    """
+    options = {"batch_size": BATCH, "seed": 11, "out_type": out_type, "on_error": on_error}
+    m = kind.make(worker, SAMPLES, **options)
+    got, raised = [], []
+    with caplog.at_level(logging.ERROR, "cseq"), kind.begin(m):
+        iterator = iter(m)
+        while True:
+            try:
+                got += digest([next(iterator)])
+            except StopIteration:
+                break
+            except (KeyError, ValueError) as error:
+                raised.append(str(error))
+        skips = m.stats().skips
+    skipped = [entry.error for entry in m.skipped if entry[:2] == (0, NUMBER)]
+    logged = [record.getMessage() for record in caplog.records]
+    assert got == [d for k, d in enumerate(reference()) if k != NUMBER]
+    assert (len(raised), skips) == ((1, 0) if on_error == "raise" else (0, 1))
+    assert len(m.skipped) == len(skipped) == skips
+    assert all("sample 123 is broken" in text for text in raised + skipped)
+    assert sum("sample 123 is broken" in text for text in logged) == skips
 
 
 @pytest.mark.parametrize("method", start_methods())
 def test_skip_leaves_out_a_batch_that_ends_three_workers(method):
     """All other batches come; the skipped one is listed with its indices, and counted."""
-    m = cseq.MPSequence(
-        Poison, SAMPLES, batch_size=BATCH, seed=11,
-        out_type="null", on_error="skip", start_method=method, num_workers=2,
-    )  # fmt: skip
-    order = cseq.permutation(SAMPLES, 11, 0).tolist()
-    number = order.index(123) // BATCH
-    with m.start():
+    with manager(Poison, on_error="skip", start_method=method, num_workers=2).start() as m:
         got = digest(m)
         assert m.stats().skips == 1
         [entry] = m.skipped
-    assert entry[:3] == (0, number, None)
-    assert entry.indices == order[number * BATCH : (number + 1) * BATCH]
+    assert entry[:3] == (0, NUMBER, None)
+    assert entry.indices == INDICES
     assert entry.error.startswith("WorkerDied: ")
-    assert got == [d for k, d in enumerate(reference()) if k != number]
+    assert got == [d for k, d in enumerate(reference()) if k != NUMBER]
 
 
 class Never:
@@ -275,42 +264,6 @@ def test_the_list_of_skipped_batches_is_bounded(kind):
     assert (m.stats().skips, len(m.skipped)) == (1100, 1000)
 
 
-def refuse(array):
-    """Convert all arrays except those with sample 123."""
-    if 123 in array:
-        raise ValueError("123 cannot be converted")
-    return array
-
-
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-@pytest.mark.parametrize("kind", ["proc", "thread", "test"])
-def test_a_batch_that_cannot_be_converted(kind, on_error):
-    """In every pool, an exception of a callable `out_type` is handled like an indexer's."""
-    m = cseq.MSequence(
-        np.arange(SAMPLES), SAMPLES, batch_size=BATCH, seed=11, out_type=refuse,
-        on_error=on_error, thread_type="thread" if kind == "thread" else "proc",
-    )  # fmt: skip
-    order = cseq.permutation(SAMPLES, 11, 0).astype(np.int64).reshape(-1, BATCH)
-    expected = [batch.tolist() for batch in order if 123 not in batch]
-    got, raised = [], []
-    with m.start_test() if kind == "test" else m.start():
-        iterator = iter(m)
-        while True:
-            try:
-                got.append(next(iterator).tolist())
-            except StopIteration:
-                break
-            except ValueError as error:
-                raised.append(str(error))
-        skips = [batch for _, batch, *_ in m.skipped]
-    assert got == expected
-    at = order.ravel().tolist().index(123) // BATCH
-    assert (len(raised), skips) == ((1, []) if on_error == "raise" else (0, [at]))
-
-
-# -- workers hang
-
-
 class Stuck(Fatal):
     """Hangs in a method with a unique name."""
 
@@ -319,39 +272,6 @@ class Stuck(Fatal):
 
     def a_method_to_be_found(self, indices):
         return super().__getitem__(indices)
-
-
-@pytest.mark.parametrize("kind", [STACKS, "thread"])
-def test_a_timeout_shows_where_the_worker_is(tmp_path, kind):
-    """WorkerTimeout names the batch, and shows the worker's Python stack."""
-    from functools import partial
-
-    release = threading.Event()
-    deed = hang if kind == "proc" else release.wait
-    worker = partial(Stuck, str(tmp_path), deed, [int(cseq.permutation(SAMPLES, 11, 0)[0])])
-    m = cseq.MSequence(
-        worker, SAMPLES, batch_size=BATCH, seed=11, out_type="null", timeout=0.5,
-        thread_type=kind, **({"start_method": QUICKEST.start_method} if kind == "proc" else {}),
-    )  # fmt: skip
-    with m.start():
-        with pytest.raises(cseq.WorkerTimeout, match="a_method_to_be_found") as caught:
-            next(iter(m))
-        release.set()
-        if kind == "proc":
-            # This saves the test the patience of finish().
-            for worker in range(4):
-                testing.kill(m, worker)
-    assert "epoch 0, batch 0" in str(caught.value)
-
-
-def test_a_hanging_worker_can_be_replaced(tmp_path):
-    """With on_timeout='restart', the batch is made again, and the stream is unchanged."""
-    from functools import partial
-
-    worker = partial(Stuck, str(tmp_path), hang, [5, 300])
-    with manager(worker, timeout=2.5 * TIMEOUT, on_timeout="restart").start() as m:
-        assert digest(m) == reference()
-        assert m.stats().restarts >= 1
 
 
 class StuckInTheMaking(Squares):
@@ -366,34 +286,46 @@ class StuckInTheMaking(Squares):
         deed()
 
 
-@pytest.mark.parametrize("kind", [STACKS, "thread"])
-def test_a_timeout_shows_where_a_constructor_is(tmp_path, kind):
-    """A worker may take ten times the timeout to start, and no more."""
-    from functools import partial
+def stuck(where, folder, deed, victims):
+    """Return a worker that acts once in its constructor, or once at each victim."""
+    if where == "constructor":
+        return partial(StuckInTheMaking, str(folder / "mark"), deed)
+    return partial(Stuck, str(folder), deed, victims)
 
+
+@pytest.mark.parametrize(
+    ("where", "num_workers", "timeout", "said"),
+    [
+        ("indexer", 4, 0.5, ["epoch 0, batch 0"]),
+        # A worker may take ten times the timeout to start, and no more.
+        ("constructor", 1, 0.05, ["worker 0 has been starting for", "timeout=0.05"]),
+    ],
+)
+@pytest.mark.parametrize("kind", [STACKS, pytest.param(THREAD, id="thread")])
+def test_a_timeout_shows_where_the_worker_is(tmp_path, kind, where, num_workers, timeout, said):
+    """WorkerTimeout names the batch or the start, and shows the worker's Python stack."""
     release = threading.Event()
-    deed = hang if kind == "proc" else release.wait
-    m = cseq.MSequence(
-        partial(StuckInTheMaking, str(tmp_path / "mark"), deed), SAMPLES, num_workers=1,
-        batch_size=BATCH, seed=11, out_type="null", timeout=0.05, thread_type=kind,
-        **({"start_method": QUICKEST.start_method} if kind == "proc" else {}),
-    )  # fmt: skip
-    with m.start():
+    worker = stuck(where, tmp_path, hang if kind.processes else release.wait, ORDER[:1])
+    options = {"batch_size": BATCH, "seed": 11, "timeout": timeout}
+    with kind.start(worker, SAMPLES, num_workers, **options) as m:
         with pytest.raises(cseq.WorkerTimeout, match="a_method_to_be_found") as caught:
             next(iter(m))
         release.set()
-        if kind == "proc":
-            testing.kill(m, 0)
-    assert "worker 0 has been starting for" in str(caught.value)
-    assert "timeout=0.05" in str(caught.value)
+        # This saves the test the patience of finish().
+        for number in range(num_workers if kind.processes else 0):
+            testing.kill(m, number)
+    assert all(text in str(caught.value) for text in said)
 
 
-def test_a_hanging_constructor_is_called_again(tmp_path):
-    """With on_timeout='restart', another process calls it; the stream is unchanged."""
-    from functools import partial
-
-    worker = partial(StuckInTheMaking, str(tmp_path / "mark"), hang)
-    with manager(worker, num_workers=1, timeout=TIMEOUT, on_timeout="restart").start() as m:
+@pytest.mark.parametrize(
+    ("where", "num_workers", "timeout"),
+    [("indexer", 3, 2.5 * TIMEOUT), ("constructor", 1, TIMEOUT)],
+)
+def test_a_hanging_worker_can_be_replaced(tmp_path, where, num_workers, timeout):
+    """With on_timeout='restart', another process does its work; the stream is unchanged."""
+    worker = stuck(where, tmp_path, hang, [5, 300])
+    options = {"num_workers": num_workers, "timeout": timeout, "on_timeout": "restart"}
+    with manager(worker, **options).start() as m:
         assert digest(m) == reference()
         assert m.stats().restarts >= 1
 
