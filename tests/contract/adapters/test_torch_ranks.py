@@ -13,7 +13,6 @@ import cseq
 
 torch = pytest.importorskip("torch")
 
-
 pytestmark = pytest.mark.needs("fork")
 
 HELPERS = Path(__file__).parents[2] / "helpers"
@@ -49,11 +48,12 @@ def said(function, **options):
 
 @pytest.fixture
 def run_ranks(run_prepared):
-    """Return a function that runs a script of ranks, and returns the JSON from its output."""
+    """Return a function that runs a script's `look` on each rank, and returns the answers."""
     path = os.pathsep.join([import_path(), str(HELPERS)])
 
-    def run(source, *args):
-        done = run_prepared(HEAD + source, *args, PYTHONPATH=path)
+    def run(source, *args, ranks=2, patience=60.0):
+        last = f"print(json.dumps(on_ranks({ranks}, look, {patience})))"
+        done = run_prepared(HEAD + source + last, *args, PYTHONPATH=path)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -73,8 +73,6 @@ def look(rank):
             dist.destroy_process_group(group)
         assert auto() == 3
     return answers
-
-print(json.dumps(on_ranks(4, look)))
 """
 OF_DATA = [
     [(4,), None],
@@ -95,13 +93,13 @@ OTHERS = {
 
 def test_auto_divides_by_all_ranks_of_a_mesh_of_data(run_ranks):
     """All dimensions with a size above 1 have names of data, so each rank has its own part."""
-    assert run_ranks(MESHES, json.dumps(OF_DATA)) == [[3] * len(OF_DATA)] * 4
+    assert run_ranks(MESHES, json.dumps(OF_DATA), ranks=4) == [[3] * len(OF_DATA)] * 4
 
 
 @pytest.mark.skipif(torch.__version__ < "2.6", reason="it describes no groups of meshes")
 def test_auto_refuses_a_mesh_with_other_dimensions(run_ranks):
     """While such a mesh has its groups, 'auto' raises an error that says what to pass."""
-    for answers in run_ranks(MESHES, json.dumps([*OTHERS.values()])):
+    for answers in run_ranks(MESHES, json.dumps([*OTHERS.values()]), ranks=4):
         for pattern, answer in zip(OTHERS, answers, strict=True):
             assert re.search(re.escape(pattern).replace(r"\.\*", ".*"), answer), answer
 
@@ -123,15 +121,13 @@ def look(rank):
         mesh["fsdp"], mesh.get_group("fsdp"), flat, dist.group.WORLD, mesh["tp"], None,
         mesh, pair, odd, DeviceMesh("cpu", [0, 2]),
     )]
-
-print(json.dumps(on_ranks(4, look)))
 """
 
 
 def test_a_group_or_a_mesh_as_shard(run_ranks):
     """The place of this process counts; a rank outside, or several dimensions, is an error."""
     every = cseq.Shuffled(16, algorithm="fisher-yates-v1").batches(2, seed=1)
-    got = run_ranks(GIVEN)
+    got = run_ranks(GIVEN, ranks=4)
     for rank, (half, group, flat, world, alone, none, mesh, pair, odd, even) in enumerate(got):
         assert half == group == every[rank % 2 :: 2]
         assert flat == world == every[rank::4]
@@ -168,8 +164,6 @@ def look(rank):
     other = DataLoader(data, 4, sampler=cseq.Shuffled())
     other.load_state_dict(one.state_dict())
     return answers, [first] + [batch.tolist() for batch in other], lines
-
-print(json.dumps(on_ranks(2, look)))
 """
 
 
@@ -199,15 +193,13 @@ def look(rank):
         return [batch.tolist() for batch in DataLoader(list(range(8)), 4, sampler=cseq.Shuffled())]
     if rank == int(sys.argv[1]):
         return said(batches)
-
-print(json.dumps(on_ranks(2, look, patience=0.2)))
 """
 
 
 def test_a_rank_that_iterates_alone(run_ranks):
     """Rank 0 does not wait; another rank waits for its seed until the group's timeout."""
-    assert samples_of(run_ranks(ALONE, "0")[0]) == list(range(8))
-    answer = run_ranks(ALONE, "1")[1]
+    assert samples_of(run_ranks(ALONE, "0", patience=0.2)[0]) == list(range(8))
+    answer = run_ranks(ALONE, "1", patience=0.2)[1]
     assert re.match("rank 1 needs rank 0's seed for order=<Shuffled: 8 ", answer)
     assert re.search(r"and has waited \d+ s for rank 0", answer)
     assert "generator=torch.Generator().manual_seed(seed)" in answer
@@ -223,8 +215,6 @@ def look(rank):
     return [(said(epochs, **options), lines[:]) for options in (
         {"seed": 4}, {"seed": 4, "shard": "auto"}, {"seed": rank}
     )]
-
-print(json.dumps(on_ranks(2, look)))
 """
 
 
@@ -243,6 +233,8 @@ def test_what_accelerate_divides(run_ranks):
 
 
 DRAWS = """
+rng = sys.argv[1]
+
 class Draws(torch.utils.data.Dataset):
     def __len__(self):
         return 16
@@ -270,9 +262,6 @@ def look(rank):
         first + taken(batches), taken(other),
         taken(make(batch_sampler=same)), taken(make(sampler=range(8))),
     )
-
-rng = sys.argv[1]
-print(json.dumps(on_ranks(2, look)))
 """
 
 
