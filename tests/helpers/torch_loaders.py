@@ -12,25 +12,24 @@ torch = pytest.importorskip("torch")
 from killing import kill  # noqa: E402
 from kinds import QUICKEST  # noqa: E402
 from torch.utils import data  # noqa: E402
-from torch_data import (  # noqa: E402
-    Plain,
-    Sharded,
-    drawn,
-    same,
-    seed_all,
-)
+from torch_data import Plain, drawn, same, seed_all  # noqa: E402
 
 import cseq.testing  # noqa: E402
 
 QUICK = QUICKEST.start_method
 FORK: Any = {"num_workers": 2, "multiprocessing_context": QUICK}
+THREADS: Any = {"num_workers": 2, "worker_method": "thread"}
 
 forked = pytest.mark.skipif(QUICK != "fork", reason="what a forked worker inherits")
+# torch warns of this on machines with few processors.
+few_processors = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+quick_processes = [pytest.mark.needs("quick processes"), few_processors]
 
 
 def loader(dataset, **options):
     """Make a cseq loader with two workers."""
-    return cseq.DataLoader(dataset, **(FORK | options))
+    given = THREADS if options.get("worker_method") == "thread" else FORK
+    return cseq.DataLoader(dataset, **(given | options))
 
 
 def run(kind, dataset, epochs, options):
@@ -51,37 +50,36 @@ def check(dataset, epochs=2, **options):
     return ours[0]
 
 
-# ── Ctrl-C ─────────────────────────────────────────────────────────────────────────────────
+BROKEN = (2, 3, 7)
 
 
-class Failing(Sharded):
-    """The second sample of each worker is missing."""
+class Broken(Plain):
+    """Some of its samples raise."""
+
+    def __init__(self, length=10, broken=BROKEN):
+        super().__init__(length)
+        self.broken = broken
+
+    def __getitem__(self, index):
+        if index in self.broken:
+            raise LookupError(f"no sample {index}")
+        return index
+
+
+class BrokenItems(data.IterableDataset[Any]):
+    """The same for a stream, whose iterator continues after an error."""
+
+    def __init__(self, length=10, broken=BROKEN):
+        self.samples = Broken(length, broken)
 
     def __iter__(self):
         info = data.get_worker_info()
-        return Failures(self.sizes[0 if info is None else info.id])
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return map(self.samples.__getitem__, range(first, len(self.samples), step))
 
 
-class Failures:
-    """An iterator that continues after an error."""
-
-    def __init__(self, size):
-        self.size, self.at = size, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.at += 1
-        if self.at > self.size:
-            raise StopIteration
-        if self.at == 2:
-            raise LookupError("two is missing")
-        return self.at
-
-
-class Told(Plain):
-    """Returns its worker's number; one index ends the worker."""
+class Deadly(Plain):
+    """One of its samples ends the worker."""
 
     def __init__(self, length, deadly=-1):
         super().__init__(length)
@@ -90,6 +88,14 @@ class Told(Plain):
     def __getitem__(self, index):
         if index == self.deadly:
             kill(os.getpid())
+        return index
+
+
+class Told(Deadly):
+    """Its samples are the numbers of the workers that made them."""
+
+    def __getitem__(self, index):
+        super().__getitem__(index)
         info = data.get_worker_info()
         assert info is not None
         return info.id

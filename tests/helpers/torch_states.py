@@ -1,4 +1,4 @@
-"""Data sets and samplers with states, and loaders that stop and resume."""
+"""A data set with a state, and loaders that stop and resume."""
 
 import pickle
 
@@ -7,11 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kinds import QUICKEST  # noqa: E402
-from torch.utils import data  # noqa: E402
-from torch_data import (  # noqa: E402
-    same,
-    seed_all,
-)
+from torch_data import Plain, same, seed_all  # noqa: E402
 
 import cseq  # noqa: E402
 
@@ -29,7 +25,7 @@ def taken(iterator, count):
     return [next(iterator) for _ in range(count)]
 
 
-def left_and_resumed(make, count, again=None):
+def left_and_resumed(make, count):
     """Return an epoch's rest, the same rest from a new loader, and the state in between."""
     seed_all()
     made = make()
@@ -39,28 +35,37 @@ def left_and_resumed(make, count, again=None):
     rest = list(iterator)
     # The second loader resumes with other seeds.
     seed_all(99)
-    made = (again or make)()
+    made = make()
     made.load_state_dict(state)
     assert same(made.state_dict(), state)
     return rest, list(made), state
 
 
-class Cycle(data.Sampler[int]):
-    def __init__(self, length):
-        self.length = length
-        self.at = 0
+class Tally(Plain):
+    """Its state is the number of samples that it was asked for."""
 
-    def __len__(self):
-        return self.length
+    count = 0
 
-    def __iter__(self):
-        while self.at < self.length:
-            self.at += 1
-            yield 7 * (self.at - 1) % self.length
-        self.at = 0
+    def __getitem__(self, index):
+        self.count += 1
+        return self.count
 
     def state_dict(self):
-        return {"at": self.at}
+        return {"count": self.count}
 
     def load_state_dict(self, state):
-        self.at = state["at"]
+        self.count = state["count"]
+
+
+def failures(cases, first, count):
+    """Run `count` seeds of each kind of case from `first` on; return how many fail."""
+    failed = 0
+    for seed in range(first, first + count):
+        for case in cases:
+            try:
+                case(seed).run()
+            except Exception as error:  # noqa: BLE001 - the next one is tried
+                failed += 1
+                print(f"{seed}: {type(error).__name__}: {error}", flush=True)
+    print(f"{count} seeds, {failed} cases failed")
+    return failed

@@ -1,7 +1,6 @@
 """The most common complaints about torch's DataLoader, and the proof that cseq does better."""
 
 import mmap
-import multiprocessing
 import os
 import sqlite3
 import threading
@@ -12,28 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils import data  # noqa: E402
 from torch_data import Counting, Plain  # noqa: E402
+from torch_loaders import BrokenItems, few_processors, forked, loader  # noqa: E402
 
-import cseq  # noqa: E402
 from cseq import testing  # noqa: E402
 from cseq.adapters.torch import names  # noqa: E402
 
-METHODS = multiprocessing.get_all_start_methods()
-
-pytestmark = [
-    pytest.mark.skipif("fork" not in METHODS, reason="processes are forked here"),
-    # torch warns of this on machines with few processors.
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-]
-
-linux = pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="there is no /proc")
-
-
-def loader(dataset, **options):
-    """Make a cseq loader with two forked workers."""
-    given = {"num_workers": 2, "multiprocessing_context": "fork"} | options
-    return cseq.DataLoader(dataset, **given)
+pytestmark = [forked, few_processors]
 
 
 # ── memory ──────────────────────────────────────────────────────────────────────────────
@@ -70,7 +54,7 @@ for kind in (DataLoader, cseq.DataLoader):
 
 
 @pytest.mark.nightly
-@linux
+@pytest.mark.needs("Linux")
 def test_workers_copy_no_more_of_the_data_set_than_torchs(run_prepared):
     torchs, ours = map(int, run_prepared(COPYING).stdout.split())
     assert 1000 < ours < 1.1 * torchs
@@ -147,12 +131,12 @@ def test_pinning_overlaps_the_loop(monkeypatch):
     dataset, keys = Begun(12), Counting(range(12))
     made = loader(dataset, batch_size=None, sampler=keys, num_workers=1, prefetch_factor=4)
     iterator = pinned_by(iter(made))
-    drawn = keys.count
+    assert keys.count == 4
     for number in range(12):
         # The next batch is then ready.
         dataset.wait_for(min(number + 2, 11))
         assert next(iterator) == -number
-        assert keys.count == min(12, drawn + number + 1)
+        assert keys.count == min(12, 4 + number + 1)
         assert made.state_dict()["_num_yielded"] == number + 1
         if number < 10:
             with changed:
@@ -165,11 +149,6 @@ def test_pinning_overlaps_the_loop(monkeypatch):
         assert not thread.is_alive()
 
 
-class Numbers(data.IterableDataset[int]):
-    def __iter__(self):
-        return iter(range(6))
-
-
 def test_nothing_is_pinned_ahead_where_the_order_is_not_known(monkeypatch):
     """There is no such thread, and none where nothing is to be pinned."""
     monkeypatch.setattr(names, "pin", lambda batch, device: -batch)
@@ -178,7 +157,7 @@ def test_nothing_is_pinned_ahead_where_the_order_is_not_known(monkeypatch):
     unordered = pinned_by(iter(loader(dataset, in_order=False, **options)))
     dataset.wait_for(2)
     assert next(unordered) == 0
-    iterable = pinned_by(iter(loader(Numbers(), **options)))
+    iterable = pinned_by(iter(loader(BrokenItems(6, ()), **options)))
     assert next(iterable) == 0
     unpinned = Begun(6)
     plain = iter(loader(unpinned, **options))
@@ -235,7 +214,7 @@ def test_no_worker_is_forked_while_a_batch_is_pinned(whose, monkeypatch):
         return "of the epoch before"
 
     monkeypatch.setattr(names, "pin", pin)
-    options = {"num_workers": 1, "multiprocessing_context": "fork", "batch_size": None}
+    options = {"num_workers": 1, "batch_size": None}
     made = loader(dataset, persistent_workers=True, **options)
     iterator = pinned_by(iter(made))
     testing.await_workers(made)
@@ -344,15 +323,13 @@ def test_a_slow_batch_leaves_the_rest_to_other_workers(tmp_path, rng):
     assert made_by[8:10] == ([1, 1] if rng == "batch" else [0, 1])
 
 
-class Rows(data.Dataset[int]):
+class Rows(Plain):
     """Reads a database over a connection opened before the start, or at first use."""
 
     def __init__(self, path, *, early):
+        super().__init__(4)
         self.path = path
         self.connection = sqlite3.connect(path) if early else None
-
-    def __len__(self):
-        return 4
 
     def __getitem__(self, index):
         if self.connection is None:
@@ -365,8 +342,7 @@ class Rows(data.Dataset[int]):
 @pytest.mark.parametrize("method", ["fork", "thread"])
 def test_a_connection_from_before_the_start_is_refused_with_what_to_do(tmp_path, method):
     """sqlite3's error mentions threads only; a note says to open it in the workers, which works."""
-    given = {"worker_method": "thread", "num_workers": 1, "multiprocessing_context": None}
-    given = given if method == "thread" else {}
+    given = {"worker_method": "thread", "num_workers": 1} if method == "thread" else {}
     with pytest.raises(sqlite3.ProgrammingError) as caught:
         list(loader(Rows(tmp_path / "rows", early=True), **given))
     told = [str(caught.value), *getattr(caught.value, "__notes__", [])]

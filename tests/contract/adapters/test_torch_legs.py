@@ -9,6 +9,7 @@ import json
 import random
 import sys
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.utils import data  # noqa: E402
 from torch_data import Plain  # noqa: E402
+from torch_loaders import few_processors  # noqa: E402
+from torch_states import failures  # noqa: E402
 
 import cseq  # noqa: E402
 
@@ -26,41 +29,27 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.needs("fork"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    few_processors,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 
 
-def sampler_of(n, ranks, rank, **options):
-    samples = range(n)
-    return data.DistributedSampler(samples, ranks, rank, **options)
+ALONE = ["sequential", "shuffle", "subset", "replacement"]
+SHARED = ["distributed", "not shuffled"]
 
 
-def drawn(n, seed):
-    return {"shuffle": True, "generator": torch.Generator().manual_seed(seed)}
-
-
-# The arguments of each rank's loader, from the samples, a seed, a rank and the number of ranks.
-ALONE: dict[str, Callable[[int, int], dict[str, Any]]] = {
-    "sequential": lambda n, seed: {},
-    "shuffle": drawn,
-    "subset": lambda n, seed: {
-        "sampler": data.SubsetRandomSampler(
-            range(0, n, 2), generator=torch.Generator().manual_seed(seed)
-        )
-    },
-    "replacement": lambda n, seed: {
-        "sampler": data.RandomSampler(
-            range(n), True, 3 * n, generator=torch.Generator().manual_seed(seed)
-        )
-    },
-}
-SHARED: dict[str, Callable[[int, int, int, int], dict[str, Any]]] = {
-    "distributed": lambda n, seed, rank, ranks: {"sampler": sampler_of(n, ranks, rank, seed=seed)},
-    "not shuffled": lambda n, seed, rank, ranks: {
-        "sampler": sampler_of(n, ranks, rank, shuffle=False)
-    },
-}
+def options_of(kind, n, seed, rank, ranks):
+    """Return the arguments of a rank's loader of n samples."""
+    samples, generator = range(n), torch.Generator().manual_seed(seed)
+    made: dict[str, Any] = {
+        "sequential": {},
+        "shuffle": {"shuffle": True, "generator": generator},
+        "subset": {"sampler": data.SubsetRandomSampler(samples[::2], generator=generator)},
+        "replacement": {"sampler": data.RandomSampler(samples, True, 3 * n, generator=generator)},
+        "distributed": {"sampler": data.DistributedSampler(samples, ranks, rank, seed=seed)},
+        "not shuffled": {"sampler": data.DistributedSampler(samples, ranks, rank, shuffle=False)},
+    }
+    return made[kind]
 
 
 @dataclass
@@ -72,7 +61,7 @@ class Epoch:
 
     def __post_init__(self):
         chosen = random.Random(self.seed)
-        self.kind = chosen.choice([*ALONE, *SHARED])
+        self.kind = chosen.choice(ALONE + SHARED)
         self.length = chosen.randint(1, 200)
         self.epoch = chosen.choice([0, 1, 5])
         self.legs = [
@@ -85,49 +74,30 @@ class Epoch:
             for _ in range(4)
         ]
 
-    def make(self, leg, rank):
-        ranks, size, workers, _ = self.legs[leg]
-        of_rank = (rank, ranks) if self.kind in SHARED else ()
-        options = {**ALONE, **SHARED}[self.kind](self.length, self.seed, *of_rank)
-        loader = cseq.DataLoader(
+    def make(self, kind=cseq.DataLoader, rank=0, ranks=1, size=None, workers=0):
+        """Return a rank's loader of this epoch."""
+        loader = kind(
             Plain(self.length),
-            batch_size=size,
+            size,
             num_workers=workers,
             multiprocessing_context="fork" if workers else None,
-            **options,
+            **options_of(self.kind, self.length, self.seed, rank, ranks),
         )
         if hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(self.epoch)
         return loader
 
-    def oracle(self):
-        """Return the samples of the epoch that torch's own loader gives to one rank."""
-        of_rank = (0, 1) if self.kind in SHARED else ()
-        options = {**ALONE, **SHARED}[self.kind](self.length, self.seed, *of_rank)
-        if self.kind in SHARED:
-            options["sampler"].set_epoch(self.epoch)
-        return list(data.DataLoader(Plain(self.length), batch_size=None, **options))
-
     def run(self):
         """Take batches of all ranks in turn, leg by leg; the last leg ends the epoch."""
-        expected, state, seen = self.oracle(), None, []
-        for leg, (ranks, size, _, batches) in enumerate(self.legs):
-            loaders = [self.make(leg, rank) for rank in range(ranks)]
-            states = []
-            parts = []
-            for loader in loaders:
+        expected, state, seen = list(self.make(data.DataLoader)), None, []
+        for leg, (ranks, size, workers, batches) in enumerate(self.legs):
+            states, parts = [], []
+            for rank in range(ranks):
+                loader = self.make(cseq.DataLoader, rank, ranks, size, workers)
                 if state is not None:
                     loader.load_state_dict(state)
-                iterator = iter(loader)
-                rest = [
-                    batch.reshape(-1).tolist() if torch.is_tensor(batch) else [batch]
-                    for batch in (
-                        iterator
-                        if leg == len(self.legs) - 1
-                        else (batch for _, batch in zip(range(batches), iterator, strict=False))
-                    )
-                ]
-                parts.append(rest)
+                taken = islice(loader, None if leg == len(self.legs) - 1 else batches)
+                parts.append([torch.as_tensor(batch).reshape(-1).tolist() for batch in taken])
                 states.append(json.loads(json.dumps(loader.state_dict())))
             assert len({len(part) for part in parts}) == 1, self
             # The order of the epoch: one sample of each rank at a time.
@@ -158,7 +128,14 @@ def rest_of(loader):
 
 def shuffled(**options):
     """Make a loader of 64 samples with a generator."""
-    return cseq.DataLoader(Plain(64), 4, **drawn(64, 1), **options)
+    generator = torch.Generator().manual_seed(1)
+    return cseq.DataLoader(Plain(64), 4, shuffle=True, generator=generator, **options)
+
+
+def divided(rank, ranks, **options):
+    """Make a loader of one rank's samples."""
+    sampler = data.DistributedSampler(range(64), ranks, rank)
+    return cseq.DataLoader(Plain(64), 4, sampler=sampler, **options)
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
@@ -166,7 +143,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "global": lambda: cseq.DataLoader(Plain(64), 4, shuffle=True),
     "order": lambda: cseq.DataLoader(Plain(64), 4, sampler=cseq.Shuffled(64), generator=None),
     "workers": lambda: shuffled(num_workers=2, multiprocessing_context="fork"),
-    "distributed": lambda: cseq.DataLoader(Plain(64), 4, sampler=sampler_of(64, 1, 0)),
+    "distributed": lambda: divided(0, 1),
     "a data set with a state": lambda: cseq.StatefulDataLoader(Counting(64), 4),
 }
 
@@ -291,18 +268,11 @@ def test_epochs_that_are_told_from_0_again(first, taken, counts):
 
 def test_workers_of_ranks_that_have_one_state_draw_apart():
     """With rng='worker', a rank that resumes from another rank's state has other seeds."""
-
-    def make(rank):
-        sampler = sampler_of(64, 2, rank)
-        return cseq.DataLoader(
-            Plain(64), 4, sampler=sampler, generator=torch.Generator().manual_seed(1)
-        )
-
-    made = make(0)
+    made = divided(0, 2, generator=torch.Generator().manual_seed(1))
     next(iter(made))
     seeds = []
     for rank in (0, 1):
-        again = make(rank)
+        again = divided(rank, 2, generator=torch.Generator().manual_seed(1))
         again.load_state_dict(made.state_dict())
         iterator = iter(again)
         next(iterator)
@@ -310,28 +280,5 @@ def test_workers_of_ranks_that_have_one_state_draw_apart():
     assert seeds[0] == made.state_dict()["base_seed"] != seeds[1]
 
 
-def test_a_sampler_with_another_seed_is_refused():
-    """Its order differs, so samples would come twice."""
-    made, other = (
-        cseq.DataLoader(Plain(9), sampler=sampler_of(9, 1, 0, seed=seed)) for seed in (3, 4)
-    )
-    next(iter(made))
-    with pytest.raises(ValueError, match="seed=3, but this loader has seed=4"):
-        other.load_state_dict(made.state_dict())
-
-
-def main(first, count):
-    """Try other seeds; return how many fail."""
-    failed = 0
-    for seed in range(first, first + count):
-        try:
-            Epoch(seed).run()
-        except Exception as error:  # noqa: BLE001 - the next one is tried
-            failed += 1
-            print(f"{seed}: {type(error).__name__}: {error}", flush=True)
-    print(f"{count} epochs of 4 legs, {failed} failed")
-    return failed
-
-
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])) > 0)
+    sys.exit(failures([Epoch], *map(int, sys.argv[1:])) > 0)

@@ -1,7 +1,6 @@
 """`on_error="skip"`: samples and batches that raise are skipped, logged, and not retried."""
 
 import logging
-import os
 import threading
 from typing import Any
 
@@ -9,69 +8,28 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from killing import kill  # noqa: E402
-from kinds import QUICKEST  # noqa: E402
 from torch.utils import data  # noqa: E402
 from torch_data import Plain  # noqa: E402
+from torch_loaders import BROKEN, FORK, Broken, BrokenItems, Deadly, few_processors  # noqa: E402
 
 import cseq  # noqa: E402
 from cseq.adapters.torch import defaults, installed  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
-QUICK = QUICKEST.start_method
-
-BROKEN = (2, 3, 7)
-
-
-class Broken(Plain):
-    def __getitem__(self, index):
-        if index in BROKEN:
-            raise LookupError(f"no sample {index}")
-        return index
-
-
-class BrokenItems(data.IterableDataset[Any]):
-    """Some of its samples raise; it continues after them."""
-
-    def __iter__(self):
-        info = data.get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return Items(first, step)
-
-
-class Items:
-    """An iterator that continues after an error."""
-
-    def __init__(self, first, step):
-        self.next, self.step = first, step
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        index, self.next = self.next, self.next + self.step
-        if index >= 10:
-            raise StopIteration
-        if index in BROKEN:
-            raise LookupError(f"no sample {index}")
-        return index
+pytestmark = few_processors
 
 
 def loader(dataset, num_workers, **options):
     """Make a loader that skips batches."""
-    if num_workers:
-        options = {"multiprocessing_context": QUICK, **options}
-    return cseq.DataLoader(
-        dataset, num_workers=num_workers, **{"batch_size": None, "on_error": "skip", **options}
-    )
+    given = {"batch_size": None, "on_error": "skip"}
+    if num_workers and options.get("worker_method") != "thread":
+        given |= FORK
+    return cseq.DataLoader(dataset, **(given | options | {"num_workers": num_workers}))
 
 
 @pytest.mark.parametrize("rng", ["worker", "batch"])
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_broken_samples(num_workers, rng, caplog):
-    persistent = num_workers > 0
-    made = loader(Broken(), num_workers, rng=rng, persistent_workers=persistent)
+    made = loader(Broken(), num_workers, rng=rng, persistent_workers=num_workers > 0)
     assert made.skipped == []
     for _ in range(2):
         caplog.clear()
@@ -109,9 +67,11 @@ def test_an_item_that_raises_is_none_of_a_length(num_workers):
     assert [next(items), next(items)] == [0, 1]
     with pytest.raises(LookupError, match="no sample 2"):
         next(items)
+    assert items._num_yielded == 2
 
 
-def test_a_whole_batch_is_left_out():
+@pytest.mark.parametrize("method", ["multiprocessing", "thread"])
+def test_a_whole_batch_is_left_out(method):
     """A batch is skipped if its collate function raises, or if it has no sample left."""
 
     def collate(samples):
@@ -119,7 +79,7 @@ def test_a_whole_batch_is_left_out():
             raise ValueError("nine")
         return samples
 
-    made = loader(Broken(), 2, batch_size=2, collate_fn=collate)
+    made = loader(Broken(), 2, batch_size=2, collate_fn=collate, worker_method=method)
     assert list(made) == [[0, 1], [6], [8, 9]]
     assert made.skipped == [
         (None, 1, None, "LookupError: no sample 2", [2, 3]),
@@ -153,15 +113,11 @@ def test_what_is_not_of_a_batch_is_raised():
         yield 0
         raise LookupError("not ready")
 
-    class Sampler:
-        def __iter__(self):
-            return sampler()
-
     with pytest.raises(LookupError, match="not ready"):
         list(loader(Broken(), 2, worker_init_fn=not_ready))
     for num_workers in (0, 2):
         with pytest.raises(LookupError, match="not ready"):
-            list(loader(Broken(), num_workers, sampler=Sampler()))
+            list(loader(Broken(), num_workers, sampler=sampler()))
 
 
 class Unsendable(Plain):
@@ -169,10 +125,32 @@ class Unsendable(Plain):
         return threading.Lock() if index in BROKEN else index
 
 
+class UnsendableItems(data.IterableDataset[Any]):
+    def __iter__(self):
+        info = data.get_worker_info()
+        assert info is not None
+        return map(Unsendable().__getitem__, range(info.id, 10, info.num_workers))
+
+
+def answers(iterator):
+    """Yield an epoch's batches, and -1 for each that raises."""
+    while True:
+        try:
+            yield next(iterator)
+        except TypeError as error:
+            assert "lock" in str(error)  # noqa: PT017
+            yield -1
+        except StopIteration:
+            return
+
+
+@pytest.mark.parametrize("snapshot_every", [1, 3])
 @pytest.mark.parametrize("in_order", [False, True])
-def test_a_batch_that_cannot_be_pickled(in_order):
-    """It is skipped; a resume continues after it."""
-    made = loader(Unsendable(), 2, in_order=in_order)
+@pytest.mark.parametrize("kind", [Unsendable, UnsendableItems])
+def test_a_batch_that_cannot_be_pickled(kind, in_order, snapshot_every):
+    """It raises or is skipped, and the epoch and a resume continue after it."""
+    options = {"in_order": in_order, "snapshot_every_n_steps": snapshot_every}
+    made = loader(kind(), 2, **options)
     assert sorted(made) == [0, 1, 4, 5, 6, 8, 9]
     assert len(made.skipped) == len(BROKEN)
     assert all("lock" in one.error for one in made.skipped)
@@ -182,55 +160,16 @@ def test_a_batch_that_cannot_be_pickled(in_order):
         assert [next(iterator) for _ in range(3)] == [0, 1, 4]
         made.load_state_dict(made.state_dict())
         assert list(made) == [5, 6, 8, 9]
-
-
-class UnsendableItems(data.IterableDataset[Any]):
-    def __iter__(self):
-        info = data.get_worker_info()
-        assert info is not None
-        for index in range(info.id, 10, info.num_workers):
-            yield threading.Lock() if index in BROKEN else index
-
-
-@pytest.mark.parametrize("snapshot_every", [1, 3])
-@pytest.mark.parametrize("in_order", [False, True])
-def test_a_batch_of_an_iterable_data_set_that_cannot_be_pickled(in_order, snapshot_every):
-    """The stream continues after the batch, which raises or is skipped; so does a resume."""
-    options = {"in_order": in_order, "snapshot_every_n_steps": snapshot_every}
-    made = loader(UnsendableItems(), 2, **options)
-    assert sorted(made) == [0, 1, 4, 5, 6, 8, 9]
-    assert len(made.skipped) == len(BROKEN)
-    if in_order:
-        iterator = iter(made)
-        assert [next(iterator) for _ in range(3)] == [0, 1, 4]
-        made.load_state_dict(made.state_dict())
-        assert list(made) == [5, 6, 8, 9]
-    iterator = iter(loader(UnsendableItems(), 2, in_order=in_order, on_error="raise"))
-    got = []
-    while True:
-        try:
-            got.append(next(iterator))
-        except TypeError as error:
-            assert "lock" in str(error)  # noqa: PT017
-            got.append(-1)
-        except StopIteration:
-            break
+    got = [*answers(iter(loader(kind(), 2, in_order=in_order, on_error="raise")))]
     assert (got if in_order else sorted(got)) == (
         [0, 1, -1, -1, 4, 5, 6, -1, 8, 9] if in_order else [-1, -1, -1, 0, 1, 4, 5, 6, 8, 9]
     )
 
 
-class Deadly(Plain):
-    def __getitem__(self, index):
-        if index == 4:
-            kill(os.getpid())
-        return index
-
-
 @pytest.mark.parametrize("rng", ["worker", "batch"])
 def test_a_batch_that_ends_three_workers(rng):
     """Each epoch skips it, with all its indices; a resume continues after it."""
-    made = loader(Deadly(), 2, batch_size=3, rng=rng)
+    made = loader(Deadly(10, 4), 2, batch_size=3, rng=rng)
     for _ in range(2):
         iterator = iter(made)
         first = [next(iterator).tolist() for _ in range(2)]
@@ -238,7 +177,7 @@ def test_a_batch_that_ends_three_workers(rng):
         [entry] = made.skipped
         assert (entry.batch, entry.sample, entry.indices) == (1, None, [3, 4, 5])
         assert entry.error.startswith("WorkerDied: worker ")
-        again = loader(Deadly(), 2, batch_size=3, rng=rng)
+        again = loader(Deadly(10, 4), 2, batch_size=3, rng=rng)
         again.load_state_dict(made.state_dict())
         assert [batch.tolist() for batch in again] == [[9]]
         assert [batch.tolist() for batch in iterator] == [[9]]
@@ -246,12 +185,7 @@ def test_a_batch_that_ends_three_workers(rng):
 
 def test_too_many_deaths_are_no_error_of_a_batch():
     with pytest.raises(cseq.WorkerDied, match="max_restarts=2"):
-        list(loader(Deadly(), 2, max_restarts=2))
-
-
-def test_a_death_names_all_indices():
-    with pytest.raises(cseq.WorkerDied, match=r"\(\[0, 1, 2, 3, 4, 5, 6, 7, 8, 9\]\)"):
-        list(loader(Deadly(), 1, batch_size=10, on_error="raise"))
+        list(loader(Deadly(10, 4), 2, max_restarts=2))
 
 
 # -- samples
@@ -302,8 +236,8 @@ def test_a_resume_behind_a_sample(kind, numbers):
     """A batch with missing samples counts as one."""
 
     def make(number):
-        more = {"multiprocessing_context": QUICK} if number else {}
-        return kind(Drawing(), 2, num_workers=number, rng="batch", on_error="skip", **more)
+        more = (FORK if number else {}) | {"num_workers": number}
+        return kind(Drawing(), 2, rng="batch", on_error="skip", **more)
 
     torch.manual_seed(5)
     made = make(numbers[0])
@@ -340,10 +274,9 @@ def test_the_default_of_the_process(monkeypatch, caplog):
     with pytest.raises(ValueError, match="on_error='skipp'"):
         defaults.on_error = "skipp"
     monkeypatch.setattr(defaults, "on_error", "skip")
-    workers = {"num_workers": 2, "multiprocessing_context": QUICK}
     with installed():
         assert list(data.DataLoader(Broken(), batch_size=None)) == [0, 1, 4, 5, 6, 8, 9]
-        assert list(data.DataLoader(Broken(), batch_size=None, **workers)) == [0, 1, 4, 5, 6, 8, 9]
+        assert list(data.DataLoader(Broken(), batch_size=None, **FORK)) == [0, 1, 4, 5, 6, 8, 9]
         made = data.DataLoader(data.datapipes.map.SequenceWrapper([1]), batch_size=None)
         assert list(made) == [1]
     assert "it ignores on_error='skip'" in caplog.text

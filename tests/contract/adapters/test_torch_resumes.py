@@ -11,6 +11,7 @@ import pickle
 import random
 import sys
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +19,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch.utils import data  # noqa: E402
-from torch_data import Plain  # noqa: E402
+from torch_data import Plain, Sharded  # noqa: E402
+from torch_loaders import few_processors  # noqa: E402
+from torch_states import Tally, failures  # noqa: E402
 
 import cseq  # noqa: E402
 
@@ -32,8 +35,7 @@ LONG = 3
 
 pytestmark = [
     pytest.mark.needs("fork"),
-    # torch warns of this on machines with few processors.
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    few_processors,
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:Neither dataset nor"),
 ]
 
@@ -132,20 +134,13 @@ class Counted(data.IterableDataset[Any]):
     """Has a state that counts the epochs; it may be its own iterator."""
 
     def __init__(self, length, is_own):
-        self.length, self.is_own, self.epoch, self.at, self.is_on = length, is_own, 0, 0, False
+        self.length, self.is_own, self.epoch, self.at = length, is_own, 0, 0
 
     def __iter__(self):
-        if self.is_own:
-            self.at = 0
-            return self
-        return self.generate()
-
-    def generate(self):
-        try:
-            while True:
-                yield self.__next__()
-        except StopIteration:
-            return
+        if not self.is_own:
+            return iter(self.__next__, None)
+        self.at = 0
+        return self
 
     def __next__(self):
         numbers = share(self.length)
@@ -162,20 +157,11 @@ class Counted(data.IterableDataset[Any]):
         self.epoch, self.at = state["epoch"], state["at"]
 
 
-class Noting(Plain):
-    """A map-style data set whose state is the number of samples it gave."""
-
-    made = 0
+class Noting(Tally):
+    """Its samples show their number as well."""
 
     def __getitem__(self, index):
-        self.made += 1
-        return 1000 * self.made + index
-
-    def state_dict(self):
-        return {"made": self.made}
-
-    def load_state_dict(self, state):
-        self.made = state["made"]
+        return 1000 * super().__getitem__(index) + index
 
 
 MAKERS: dict[str, Callable[[int, Any], dict[str, Any]]] = {
@@ -228,11 +214,9 @@ class Case:
             self.batch_size = 2
         self.has_state = self.kind not in ITERABLE and chosen.random() < 0.2
         self.every = chosen.choice([0, 1, 3, 100])
+        keeps_state = self.has_state or self.kind in ("counted", "own iterator")
         # An epoch leaves counts behind.
-        if self.has_state or self.kind in (
-            "counted",
-            "own iterator",
-        ):
+        if keeps_state:
             self.every = self.every or 1
         self.rng = chosen.choice(["worker", "batch"])
         self.is_kept = self.num_workers > 0 and chosen.random() < 0.4
@@ -245,7 +229,6 @@ class Case:
         self.place = chosen.choice(["idle", "begun", "middle", "middle", "end", "end"])
         self.again = chosen.choice([None, None, "idle", "begun", "middle", "end"])
         self.takes = chosen.randint(1, 6), chosen.randint(1, 4)
-        keeps_state = self.has_state or self.kind in ("counted", "own iterator")
         if keeps_state and "thread" in self.methods:
             # Only a single thread can have the data set's state, and keeps it in the next epoch.
             self.methods = "thread", "thread"
@@ -320,12 +303,9 @@ class Place:
             self.state = copied(made)
         else:
             iterator = iter(made)
-            while name == "end" or (name == "middle" and len(self.before) < takes):
-                batch = next(iterator, None)
-                if batch is None:
-                    self.is_within = False
-                    break
-                self.before.append(listed(batch))
+            count = {"begun": 0, "middle": takes, "end": sys.maxsize}[name]
+            self.before = [listed(batch) for batch in islice(iterator, count)]
+            self.is_within = len(self.before) == count
             self.state = copied(made)
             if self.is_within:
                 self.rest = [[listed(batch) for batch in iterator]]
@@ -371,42 +351,22 @@ def test_a_resume(case, seed):
     case(seed).run()
 
 
-def main(first, count):
-    """Try other seeds; return the number of failures."""
-    failed = 0
-    for seed in range(first, first + count):
-        for case in Case(seed), with_threads(seed):
-            try:
-                case.run()
-            except Exception as error:  # noqa: BLE001 - the next one is tried
-                failed += 1
-                print(f"{seed}: {type(error).__name__}: {error}", flush=True)
-    print(f"{count} seeds, {failed} cases failed")
-    return failed
-
-
-class Shares(data.IterableDataset[int]):
-    def __init__(self, *lengths):
-        self.lengths = lengths
-
-    def __iter__(self):
-        info = data.get_worker_info()
-        assert info is not None
-        return iter(range(10 * info.id, 10 * info.id + self.lengths[info.id]))
-
-
 @pytest.mark.parametrize("lengths", [(0, 2, 1), (1, 4, 2), (2, 0, 4), (4, 1, 0)])
 def test_workers_of_unequal_lengths_keep_their_turns(lengths):
     """Wherever a state is taken, the next batch comes from the worker whose turn it is."""
-    expected = list(data.DataLoader(Shares(*lengths), batch_size=None, num_workers=3))
+
+    def samples(batches, number=None):
+        return [(worker, sample) for worker, sample, *_ in islice(batches, number)]
+
+    options = {"dataset": Sharded(*lengths), "batch_size": None, "num_workers": 3}
+    expected = samples(data.DataLoader(**options))
     for taken in range(len(expected)):
-        loader = cseq.DataLoader(Shares(*lengths), batch_size=None, num_workers=3)
-        iterator = iter(loader)
-        assert [next(iterator) for _ in range(taken)] == expected[:taken]
-        other = cseq.DataLoader(Shares(*lengths), batch_size=None, num_workers=3)
+        loader = cseq.DataLoader(**options)
+        assert samples(loader, taken) == expected[:taken]
+        other = cseq.DataLoader(**options)
         other.load_state_dict(loader.state_dict())
-        assert list(other) == expected[taken:]
+        assert samples(other) == expected[taken:]
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])) > 0)
+    sys.exit(failures([Case, with_threads], *map(int, sys.argv[1:])) > 0)

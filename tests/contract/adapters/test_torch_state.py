@@ -15,23 +15,14 @@ torch = pytest.importorskip("torch")
 
 from kinds import QUICKEST  # noqa: E402
 from torch.utils import data  # noqa: E402
-from torch_data import (  # noqa: E402
-    Augmented,
-    Plain,
-    Sharded,
-    same,
-    seed_all,
-    without_told,
-)
-from torch_states import Cycle, left_and_resumed, loader, taken  # noqa: E402
+from torch_data import Augmented, Plain, Sharded, same, seed_all, without_told  # noqa: E402
+from torch_loaders import quick_processes  # noqa: E402
+from torch_states import Tally, left_and_resumed, loader, taken  # noqa: E402
 
 import cseq  # noqa: E402
+from cseq import testing  # noqa: E402
 
-pytestmark = [
-    pytest.mark.needs("quick processes"),
-    # torch warns of this on machines with few processors.
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-]
+pytestmark = quick_processes
 
 
 def with_workers(*values):
@@ -107,18 +98,6 @@ def test_a_sampler_that_draws_from_a_global_generator(num_workers, count, module
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_sampler_that_draws_key_by_key_is_told(num_workers, caplog):
-    made = loader(Plain(1000), num_workers, sampler=Shuffler("numpy", "each"), batch_size=3)
-    iterator = iter(made)
-    taken(iterator, 3)
-    made.load_state_dict(made.state_dict())
-    iterator = iter(made)
-    assert num_workers or not complaints(caplog.messages)
-    taken(iterator, 1)
-    assert "Shuffler draws from a global generator (numpy) even after its first key" in caplog.text
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_a_sampler_that_is_told_the_epoch(num_workers, batch_size):
     """Lightning tells a new process the epoch after `iter`, when keys have already been drawn."""
@@ -173,10 +152,7 @@ def test_the_epochs_behind_a_resume(num_workers, sampling, count, persistent):
     again.load_state_dict(state)
     if count < 6:
         assert same(again.state_dict(), state)
-    resumed = list(again)
-    resumed += list(again)
-    if count < 6:
-        resumed += list(again)
+    resumed = [batch for _ in range(3 if count < 6 else 2) for batch in again]
     assert same(without_told(resumed), without_told(rest))
 
 
@@ -204,18 +180,6 @@ def test_the_state_is_small_and_of_one_size():
     assert len(sizes) == 1
     assert sizes.pop() < 8000
     assert state is not made.state_dict()
-
-
-def test_a_lowered_count():
-    """`accelerate` lowers it by the batches that it has taken ahead."""
-    made = loader(Plain(10), batch_size=2)
-    iterator = iter(made)
-    taken(iterator, 3)
-    state = made.state_dict()
-    state["_num_yielded"] -= 1
-    state["_sampler_iter_yielded"] -= 1
-    made.load_state_dict(state)
-    assert [batch.tolist() for batch in made] == [[4, 5], [6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize("num_workers", [0, with_workers()])
@@ -246,27 +210,34 @@ def test_the_state_before_the_next_epoch(num_workers):
 
 
 def test_states_that_do_not_fit():
-    iterable = loader(Sharded(9, 4), batch_size=2)
-    taken(iter(iterable), 2)
-    state = iterable.state_dict()
-    with pytest.raises(ValueError, match=r"num_workers=2, .* num_workers=1"):
-        loader(Sharded(9), 1, batch_size=2).load_state_dict(state)
+    """With another number of workers, each would have another part of the data."""
+    iterable, stateful = (loader(dataset, batch_size=2) for dataset in (Sharded(9, 4), Tally(12)))
+    for made in (iterable, stateful):
+        taken(iter(made), 2)
+        with pytest.raises(ValueError, match=r"num_workers=2, .* num_workers=1"):
+            loader(made.dataset, 1, batch_size=2).load_state_dict(made.state_dict())
     with pytest.raises(ValueError, match="iterable-style"):
-        loader(Plain()).load_state_dict(state)
+        loader(Plain()).load_state_dict(iterable.state_dict())
+
+
+def shared(seed=0):
+    """Return a sampler for all of 19 samples."""
+    return data.DistributedSampler(range(19), 1, 0, seed=seed)
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("sampler", "options", "text"),
     [
-        ({"shuffle": True}, "sampler_type='SequentialSampler', but .*'RandomSampler'"),
-        ({"sampler": data.DistributedSampler(range(19), 1, 0)}, "SequentialSampler"),
-        ({"dataset": Plain(20)}, r"samples=19, but .* samples=20, .* strict=False"),
+        (None, {"shuffle": True}, "sampler_type='SequentialSampler', but .*'RandomSampler'"),
+        (None, {"sampler": shared()}, "SequentialSampler"),
+        (None, {"dataset": Plain(20)}, r"samples=19, but .* samples=20, .* strict=False"),
+        (shared(3), {"sampler": shared(4)}, "seed=3, but this loader has seed=4"),
     ],
-    ids=["shuffled", "shared", "grown"],
+    ids=["shuffled", "shared", "grown", "seed"],
 )
-def test_states_of_another_order(options, text):
+def test_states_of_another_order(sampler, options, text):
     """They are refused in mid-epoch, as samples would be lost. A finished epoch loses none."""
-    made = loader(Plain(19), 0, batch_size=2)
+    made = loader(Plain(19), 0, batch_size=2, sampler=sampler)
     iterator = iter(made)
     taken(iterator, 3)
     options = {"dataset": Plain(19), "batch_size": 2, "num_workers": 0} | options
@@ -330,14 +301,17 @@ def test_a_refused_state_changes_nothing():
     assert len(list(made)) == 1
 
 
-class Drawn(Cycle):
+class Drawn(data.Sampler[int]):
     """Draws its order with its first key, or in chunks; counts how often it is asked."""
 
     asked = 0
 
     def __init__(self, length, chunk):
-        super().__init__(length)
-        self.chunk, self.order, self.goes_on = chunk, [0] * length, False
+        self.length, self.chunk = length, chunk
+        self.at, self.order, self.goes_on = 0, [0] * length, False
+
+    def __len__(self):
+        return self.length
 
     def __iter__(self):
         if not self.goes_on:
@@ -397,16 +371,20 @@ def test_a_sampler_is_asked_for_its_state_where_the_epoch_begins(num_workers, ki
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_sampler_with_a_state_that_draws_on_is_told(num_workers, caplog):
+@pytest.mark.parametrize(
+    ("kind", "options", "generator"),
+    [(Shuffler, ("numpy", "each"), "numpy"), (Drawn, (24, 3), "torch")],
+)
+def test_a_sampler_that_draws_on_is_told(num_workers, kind, options, generator, caplog):
     """The log says that its later keys are drawn again, and differ."""
-    made = loader(Plain(30), num_workers, sampler=Drawn(30, 3), batch_size=None)
-    taken(iter(made), 10)
-    state = made.state_dict()
-    assert not complaints(caplog.messages)
-    made = loader(Plain(30), num_workers, sampler=Drawn(30, 3), batch_size=None)
-    made.load_state_dict(state)
-    assert len(list(made)) == 20
-    assert "Drawn draws from a global generator (torch) even after its first key" in caplog.text
+    made = loader(Plain(1000), num_workers, sampler=kind(*options), batch_size=3)
+    taken(iter(made), 3)
+    made.load_state_dict(made.state_dict())
+    iterator = iter(made)
+    assert num_workers or not complaints(caplog.messages)
+    assert len(list(iterator)) == 5
+    told = f"{kind.__name__} draws from a global generator ({generator}) even after its first key"
+    assert told in caplog.text
 
 
 class Shuffling(data.IterableDataset[int]):
@@ -508,3 +486,172 @@ def test_between_epochs_with_persistent_workers():
     other = make()
     other.load_state_dict(made.state_dict())
     assert list(other) == list(made)
+
+
+# ── data sets with states ──────────────────────────────────────────────────────────────────
+
+
+def test_the_replacement_of_a_persistent_worker_has_the_state_of_the_epoch_before():
+    """The data set continues where the previous epoch left it."""
+    made = loader(Tally(4), 1, batch_size=None, persistent_workers=True)
+    assert list(made) == [1, 2, 3, 4]
+    testing.kill(made, 0)
+    assert list(made) == [5, 6, 7, 8]
+
+
+def test_iterable_generators_go_on_with_seeds_for_each_batch():
+    rest, resumed, _ = left_and_resumed(lambda: loader(Sharded(9, 4), batch_size=2, rng="batch"), 3)
+    assert same(rest, resumed)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_that_is_kept_or_given_stays_as_it_is(num_workers):
+    """Later changes by a data set or a sampler do not reach the state."""
+    made, again = (loader(Packing(), num_workers, batch_size=None) for _ in range(2))
+    iterator = iter(made)
+    taken(iterator, 2)
+    state = made.state_dict()
+    before = pickle.dumps(state)
+    rest = list(iterator)
+    assert pickle.dumps(state) == before
+    again.load_state_dict(state)
+    assert list(again) == rest == [3, 4, 5, 6, 7, 8]
+    assert num_workers or again.dataset.made == 6
+    assert pickle.dumps(state) == before
+    again.load_state_dict(state)
+    again.state_dict()["workers"][0].clear()
+    state["workers"][0].clear()
+    assert list(again) == rest
+
+
+class Packing(data.IterableDataset[int]):
+    """Its state includes its buffer, as in data sets that pack or shuffle."""
+
+    made = 0
+
+    def __init__(self):
+        self.buffer: list[int] = []
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if len(self.buffer) == 8:
+            raise StopIteration
+        self.made += 1
+        self.buffer.append(len(self.buffer) + 1)
+        return self.buffer[-1]
+
+    def state_dict(self):
+        return {"buffer": self.buffer}
+
+    def load_state_dict(self, state):
+        self.buffer = state["buffer"]
+
+
+class Asked(data.IterableDataset[int]):
+    """Counts the requests for its state where the tests can read it."""
+
+    def __init__(self, path):
+        self.path = path
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 40:
+            self.at += 1
+            yield self.at - 1
+
+    def state_dict(self):
+        with self.path.open("a") as file:
+            file.write(f"{self.at}\n")
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+    def asked(self):
+        return [int(line) for line in self.path.read_text().split()]
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (1, True)])
+def test_a_data_loader_asks_no_data_set_for_a_state(num_workers, persistent, tmp_path, caplog):
+    """A resume makes the epoch's batches again; the first state logs what would avoid that."""
+    context = QUICKEST.start_method if num_workers else None
+    options = {"num_workers": num_workers, "batch_size": 2, "multiprocessing_context": context}
+    options["persistent_workers"] = persistent
+    dataset = Asked(tmp_path / "asked")
+    dataset.path.touch()
+    made = cseq.DataLoader(dataset, **options)
+    iterator = iter(made)
+    taken(iterator, 13)
+    assert not complaints(caplog.messages)
+    states = [made.state_dict() for _ in range(2)]
+    assert states[0]["workers"] == (None,)
+    [told] = complaints(caplog.messages)
+    assert told.startswith("dataset=Asked has a state_dict(), which a DataLoader does")
+    assert "StatefulDataLoader" in told
+    rest = [batch.tolist() for batch in iterator]
+    assert len(rest) == 7
+    dataset = Asked(dataset.path)
+    again = cseq.DataLoader(dataset, **options)
+    again.load_state_dict(states[0])
+    assert [batch.tolist() for batch in again] == rest
+    assert dataset.asked() == []
+    made._iterator = again._iterator = None
+    caplog.clear()
+    cseq.DataLoader(dataset, snapshot_every_n_steps=0, **options).state_dict()
+    for kind, every in (
+        (cseq.StatefulDataLoader, {}),
+        (cseq.DataLoader, {"snapshot_every_n_steps": 1}),
+    ):
+        dataset = Asked(dataset.path)
+        dataset.path.write_text("")
+        asks = kind(dataset, **every, **options)
+        taken(iter(asks), 1)
+        asks.state_dict()
+        assert 2 in dataset.asked()
+        asks._iterator = None
+    assert not complaints(caplog.messages)
+
+
+ODD = [None, -1, 10**30, 1.5, "x", [], ["x"], {}, {"a": 1}, object(), torch.zeros(3)]
+FREE = {"rng", "base_seed", "generator", "epoch", "sampler_type", "shuffle", "seed", "samples"}
+FREE |= {"batch_size", "batches", "step", "world_size", "rank"}
+
+
+@pytest.mark.parametrize("kind", ["map", "iterable", "order"])
+def test_a_malformed_state(kind):
+    """Loading the state raises an error that names it, and the loader starts as if without it."""
+
+    def make():
+        if kind == "order":
+            return cseq.DataLoader(Plain(8), 2, sampler=cseq.Shuffled(8))
+        dataset = Sharded(8) if kind == "iterable" else Plain(8)
+        return loader(dataset, 0, shuffle=True if kind == "map" else None)
+
+    made = make()
+    taken(iter(made), 2)
+    state = made.state_dict()
+    for name in state:
+        for value in ODD:
+            again = make()
+            try:
+                again.load_state_dict({**state, name: value})
+            except (ValueError, TypeError):
+                again.load_state_dict({})
+            else:
+                assert name in FREE
+            list(again)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [{"generators": {}}, {"generator": 3}, {"generators": {"iter": {}, "first": {"torch": None}}},
+     {"generators": {"iter": {}, "first": {"epoch": [1]}}},
+     {"generators": {"iter": {}, "first": {"random": (3, (1,), None)}}}],
+)  # fmt: skip
+def test_a_malformed_state_of_a_sampler(sampler):
+    made = loader(Plain(8), 0, shuffle=True)
+    taken(iter(made), 2)
+    with pytest.raises(ValueError, match="the state is malformed: sampler="):
+        made.load_state_dict({**made.state_dict(), "sampler": (sampler,)})

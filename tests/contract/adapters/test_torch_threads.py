@@ -21,14 +21,13 @@ torch = pytest.importorskip("torch")
 
 from torch.utils import data  # noqa: E402
 from torch_data import Plain  # noqa: E402
+from torch_loaders import few_processors  # noqa: E402
+from torch_states import Tally  # noqa: E402
 
 import cseq  # noqa: E402
 from cseq.adapters.torch import defaults, installed  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
-FORK = {"multiprocessing_context": "fork"}
-forks = pytest.mark.needs("fork")
+pytestmark = few_processors
 
 
 def threads(dataset, **options):
@@ -51,26 +50,33 @@ class Streaming(data.IterableDataset[Any]):
         yield from range(8)
 
 
-def assert_equal(made, expected):
-    assert len(made) == len(expected)
-    for one, other in zip(made, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 # ── the same batches ───────────────────────────────────────────────────────────────────────
 
 
-@forks
-def test_batches_of_a_seed_for_each_batch():
-    """They are the same for any number of threads, and in processes."""
+@pytest.mark.needs("fork")
+@pytest.mark.parametrize("taken", [0, 1, 4, 7])
+def test_a_seed_and_a_state_are_for_threads_and_processes(taken):
+    """With rng="batch", batches are the same for any number of them, also after a resume."""
 
-    def made(**options):
-        torch.manual_seed(5)
-        return [*cseq.DataLoader(Drawing(20), batch_size=3, shuffle=True, rng="batch", **options)]
+    def make(**options):
+        torch.manual_seed(11)
+        return cseq.DataLoader(Drawing(20), batch_size=3, shuffle=True, rng="batch", **options)
 
-    expected = made(num_workers=2, **FORK)
-    for num_workers in (1, 2, 5):
-        assert_equal(made(num_workers=num_workers, worker_method="thread"), expected)
+    kinds = [
+        {"num_workers": 2, "worker_method": "thread"},
+        {"num_workers": 3, "multiprocessing_context": "fork"},
+        {"num_workers": 1, "worker_method": "thread"},
+    ]
+    expected = [*make(**kinds[0])]
+    for before, after in zip(kinds, kinds[1:] + kinds[:1], strict=True):
+        loader = make(**before)
+        made = [*itertools.islice(loader, taken)]
+        resumed = make(**after)
+        resumed.load_state_dict(loader.state_dict())
+        made += resumed
+        assert len(made) == len(expected) == 7
+        for one, other in zip(made, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_a_thread_has_a_generator_of_its_own():
@@ -178,16 +184,24 @@ def test_what_the_loop_drops_is_used_again():
     assert [found for _, found in loader].count(77) >= 10
 
 
-def test_threads_end_with_the_epoch_or_with_the_loader():
+def test_threads_are_initialised_once_and_end_with_the_epoch_or_with_the_loader():
+    called = []
+
+    def initialise(number):
+        called.append((number, cseq.worker_info().number))
+
     def count():
         return sum(thread.name.startswith("cseq-w") for thread in threading.enumerate())
 
-    assert flat(threads(Plain(8), batch_size=4, num_workers=2)) == [*range(8)]
+    options = {"batch_size": 4, "num_workers": 2, "worker_init_fn": initialise}
+    assert flat(threads(Plain(8), **options)) == [*range(8)]
     assert count() == 0
-    loader = threads(Plain(8), batch_size=4, num_workers=2, persistent_workers=True)
+    called.clear()
+    loader = threads(Plain(8), persistent_workers=True, **options)
     for _ in range(2):
         assert flat(loader) == [*range(8)]
         assert count() == 2
+    assert sorted(called) == [(0, 0), (1, 1)]
     iterator = weakref.ref(loader._iterator)
     del loader
     gc.collect()
@@ -196,101 +210,23 @@ def test_threads_end_with_the_epoch_or_with_the_loader():
     assert count() == 0
 
 
-def test_each_thread_is_initialised_once():
-    called = []
-    loader = threads(
-        Plain(12),
-        batch_size=2,
-        num_workers=2,
-        persistent_workers=True,
-        worker_init_fn=lambda number: called.append((number, cseq.worker_info().number)),
-    )
-    for _ in range(2):
-        assert flat(loader) == [*range(12)]
-    assert sorted(called) == [(0, 0), (1, 1)]
-
-
 # ── what goes wrong ────────────────────────────────────────────────────────────────────────
-
-
-class Failing(Plain):
-    def __init__(self, kind):
-        super().__init__(12)
-        self.kind = kind
-
-    def __getitem__(self, index):
-        if index == 5:
-            raise self.kind("five")
-        return index
-
-
-def test_an_exception_has_torchs_words_and_the_epoch_goes_on():
-    iterator = iter(threads(Failing(ValueError), batch_size=2, num_workers=2))
-    assert flat([next(iterator), next(iterator)]) == [0, 1, 2, 3]
-    with pytest.raises(
-        ValueError, match=r"Caught ValueError in DataLoader worker thread 0\.[^$]*five"
-    ):
-        next(iterator)
-    assert flat(iterator) == [6, 7, 8, 9, 10, 11]
-
-
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_a_thread_that_would_end_the_program(kind):
-    iterator = iter(threads(Failing(kind), batch_size=None, num_workers=2))
-    assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
-    with pytest.raises(RuntimeError, match=rf"exited unexpectedly: {kind.__name__}"):
-        next(iterator)
-    assert [*iterator] == [*range(6, 12)]
-
-
-def test_one_sample_is_left_out():
-    loader = threads(Failing(ValueError), batch_size=4, num_workers=2, on_error="skip")
-    assert flat(loader) == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
-    [left] = loader.skipped
-    assert (left.batch, left.sample) == (1, 5)
-
-
-def test_what_takes_too_long_shows_its_stack_and_comes_later():
-    opened = threading.Event()
-
-    class Waiting(Plain):
-        def __getitem__(self, index):
-            if index == 3:
-                opened.wait(60)
-            return index
-
-    iterator = iter(threads(Waiting(8), batch_size=None, num_workers=2, timeout=0.2))
-    assert [next(iterator) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(RuntimeError, match=r"timed out after 0\.2 seconds[^$]*opened\.wait"):
-        next(iterator)
-    opened.set()
-    assert [*iterator] == [3, 4, 5, 6, 7]
-
-
-class Stateful(Plain):
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state): ...
 
 
 def test_what_threads_cannot_share_is_refused():
     with pytest.raises(ValueError, match=r"dataset=Streaming is an IterableDataset.*num_workers=1"):
         iter(threads(Streaming()))
     assert flat(threads(Streaming(), num_workers=1)) == [*range(8)]
-    with pytest.raises(ValueError, match=r"dataset=Stateful has a state.*pass num_workers=1"):
-        iter(cseq.StatefulDataLoader(Stateful(4), num_workers=2, worker_method="thread"))
-    loader = cseq.StatefulDataLoader(Stateful(4), num_workers=1, worker_method="thread")
-    assert flat(loader) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"dataset=Tally has a state.*pass num_workers=1"):
+        iter(cseq.StatefulDataLoader(Tally(4), num_workers=2, worker_method="thread"))
+    loader = cseq.StatefulDataLoader(Tally(4), num_workers=1, worker_method="thread")
+    assert flat(loader) == [1, 2, 3, 4]
 
 
-def test_arguments_that_cannot_be():
-    with pytest.raises(
-        ValueError, match=r"worker_method='fibre' is .* 'multiprocessing', 'thread'"
-    ):
-        cseq.DataLoader(Plain(3), worker_method="fibre")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="multiprocessing_context= cannot be combined with"):
-        threads(Plain(3), multiprocessing_context="spawn")
+def ended(source):
+    """Run a program until its end."""
+    command = [sys.executable, "-c", source]
+    return subprocess.run(command, timeout=50, capture_output=True, check=False)
 
 
 INTERRUPTED = """
@@ -308,12 +244,10 @@ next(iterator)
 
 @pytest.mark.skipif(os.name == "nt", reason="a signal of POSIX")
 def test_ctrl_c_ends_a_program_whose_threads_sleep():
-    ended = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], timeout=50, capture_output=True, check=False
-    )
-    assert ended.returncode == -signal.SIGINT
-    assert b"KeyboardInterrupt" in ended.stderr
-    assert b"ignored" not in ended.stderr
+    done = ended(INTERRUPTED)
+    assert done.returncode == -signal.SIGINT
+    assert b"KeyboardInterrupt" in done.stderr
+    assert b"ignored" not in done.stderr
 
 
 KEPT = """
@@ -325,50 +259,11 @@ next(builtins.kept)
 
 def test_an_iterator_may_outlive_the_modules():
     """The interpreter's end drops it silently."""
-    ended = subprocess.run(
-        [sys.executable, "-c", KEPT], timeout=50, capture_output=True, check=False
-    )
-    assert (ended.returncode, ended.stderr) == (0, b"")
+    done = ended(KEPT)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 # ── states, orders, defaults ───────────────────────────────────────────────────────────────
-
-
-@forks
-@pytest.mark.parametrize("taken", [0, 1, 4, 7])
-def test_a_state_is_for_threads_and_processes(taken):
-    def make(**options):
-        torch.manual_seed(11)
-        return cseq.DataLoader(Drawing(20), batch_size=3, shuffle=True, rng="batch", **options)
-
-    kinds = [
-        {"num_workers": 2, "worker_method": "thread"},
-        {"num_workers": 3, **FORK},
-        {"num_workers": 1, "worker_method": "thread"},
-    ]
-    expected = [*make(**kinds[0])]
-    for before, after in zip(kinds, kinds[1:] + kinds[:1], strict=True):
-        loader = make(**before)
-        iterator = iter(loader)
-        begun = [next(iterator) for _ in range(taken)]
-        state = loader.state_dict()
-        resumed = make(**after)
-        resumed.load_state_dict(state)
-        assert_equal([*begun, *resumed], expected)
-
-
-class Counting(Plain):
-    made = 0
-
-    def __getitem__(self, index):
-        self.made += 1
-        return self.made
-
-    def state_dict(self):
-        return {"made": self.made}
-
-    def load_state_dict(self, state):
-        self.made = state["made"]
 
 
 @pytest.mark.parametrize("taken", [0, 1, 4, 5])
@@ -377,7 +272,7 @@ def test_a_state_has_what_earlier_epochs_have_left_in_the_data_set(taken):
 
     def make():
         options = {"batch_size": None, "num_workers": 1, "worker_method": "thread"}
-        return cseq.StatefulDataLoader(Counting(4), **options)
+        return cseq.StatefulDataLoader(Tally(4), **options)
 
     loader, resumed = make(), make()
     first = [*loader]
@@ -387,38 +282,17 @@ def test_a_state_has_what_earlier_epochs_have_left_in_the_data_set(taken):
     assert numbers == [*range(1, 17 if taken == 5 else 13)]
 
 
-def test_batches_in_no_order():
-    opened = threading.Event()
-
-    class Gated(Plain):
-        def __getitem__(self, index):
-            if index == 0:
-                opened.wait(60)
-            return index
-
-    iterator = iter(threads(Gated(6), batch_size=None, num_workers=2, in_order=False))
-    first = next(iterator)
-    assert first != 0
-    opened.set()
-    assert sorted([first, *iterator]) == [*range(6)]
-
-
-def test_the_default_is_for_map_style_data_without_a_context():
-    defaults.worker_method = "thread"
-    try:
-        assert flat(cseq.DataLoader(Unpicklable(6), num_workers=2)) == [*range(6)]
-        with installed():
-            assert flat(data.DataLoader(Unpicklable(6), num_workers=2)) == [*range(6)]
-        [told] = cseq.DataLoader(Infos(), num_workers=1, batch_size=None)
-        assert told == 1
-    finally:
-        defaults.worker_method = "multiprocessing"
-
-
 class Infos(data.IterableDataset[Any]):
     def __iter__(self):
-        info = data.get_worker_info()
-        yield None if info is None else info.num_workers
+        yield data.get_worker_info() is None
+
+
+def test_the_default_is_for_map_style_data_without_a_context(monkeypatch):
+    monkeypatch.setattr(defaults, "worker_method", "thread")
+    assert flat(cseq.DataLoader(Unpicklable(6), num_workers=2)) == [*range(6)]
+    with installed():
+        assert flat(data.DataLoader(Unpicklable(6), num_workers=2)) == [*range(6)]
+    assert [*cseq.DataLoader(Infos(), num_workers=1, batch_size=None)] == [False]
 
 
 SCRIPT = """
@@ -432,9 +306,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_is_run_with_threads(tmp_path):
-    script, out = tmp_path / "script.py", tmp_path / "out.json"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "cseq", "run", "--threads", str(script), str(out)]
-    subprocess.run(command, check=True, capture_output=True)
-    assert json.loads(out.read_text()) == ["cseq-w0", "cseq-w1"] * 2
+def test_a_script_is_run_with_threads(run_command, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    run_command(tmp_path, "run", "--threads", "script.py", "out.json")
+    assert json.loads((tmp_path / "out.json").read_text()) == ["cseq-w0", "cseq-w1"] * 2

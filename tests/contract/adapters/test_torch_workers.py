@@ -1,29 +1,54 @@
-"""What a data set sees of its worker, and how exceptions arrive, as with torch's own loader."""
+"""A `cseq.DataLoader`'s workers: what they know, exceptions, deaths, time limits and Ctrl-C."""
+
+from __future__ import annotations
 
 import contextlib
 import contextvars
 import decimal
 import multiprocessing
 import os
+import re
 import threading
+import time
+from typing import Any
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from interrupting import first_hits, interrupted  # noqa: E402
+from killing import kill  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils import data  # noqa: E402
-from torch_data import Plain, as_is  # noqa: E402
-from torch_loaders import FORK, check, forked, loader  # noqa: E402
+from torch_data import (  # noqa: E402
+    Augmented,
+    Plain,
+    Sharded,
+    as_is,
+    drawn,
+    same,
+    seed_all,
+    without_told,
+)
+from torch_loaders import (  # noqa: E402
+    FORK,
+    THREADS,
+    Broken,
+    BrokenItems,
+    Deadly,
+    Told,
+    check,
+    forked,
+    loader,
+    quick_processes,
+    run,
+)
 
 import cseq.testing  # noqa: E402
+from cseq.adapters.torch import LoaderTimeout, names  # noqa: E402
 
-pytestmark = [
-    pytest.mark.needs("quick processes"),
-    # torch warns of this on machines with few processors.
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-]
+pytestmark = quick_processes
 
 
 # ── in a worker ────────────────────────────────────────────────────────────────────────────
@@ -60,55 +85,55 @@ def test_a_profile_has_torchs_name(num_workers):
 class Leaving(Plain):
     """Raises an exception that ends a program."""
 
-    def __init__(self, error):
+    def __init__(self, kind):
         super().__init__(8)
-        self.error = error
+        self.kind = kind
 
     def __getitem__(self, index):
         if index == 3:
-            raise self.error
+            raise self.kind(0)
         return index
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-def test_a_worker_that_would_leave(error):
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("method", ["multiprocessing", "thread"])
+def test_a_worker_that_would_leave(kind, method):
     """The trainer must not exit successfully: it gets torch's exception instead of the batch."""
-    iterator = iter(loader(Leaving(error), batch_size=None))
+    options = {"batch_size": None, "worker_method": method}
+    iterator = iter(loader(Leaving(kind), **options))
     assert [next(iterator) for _ in range(3)] == [0, 1, 2]
-    name = type(error).__name__
-    with pytest.raises(RuntimeError, match=rf"\(pid\(s\) \d+\) exited unexpectedly: {name}"):
+    told = rf"\(pid\(s\) \d+\) exited unexpectedly: {kind.__name__}"
+    with pytest.raises(RuntimeError, match=told):
         next(iterator)
     assert list(iterator) == [4, 5, 6, 7]
-    left_out = loader(Leaving(error), batch_size=None, on_error="skip")
+    left_out = loader(Leaving(kind), on_error="skip", **options)
     assert list(left_out) == [0, 1, 2, 4, 5, 6, 7]
 
 
-class Threads(Plain):
-    """Returns the thread's name, which log lines show."""
-
-    def __getitem__(self, index):
-        return threading.current_thread().name
-
-
-def test_the_thread_of_a_worker():
-    assert list(loader(Threads(2), batch_size=None)) == ["MainThread"] * 2
-
-
 class Related(Plain):
-    """Returns what multiprocessing knows of its process, and of the trainer's."""
+    """Returns what a worker knows of the trainer's process, of its own, and of threads."""
 
     def __getitem__(self, index):
         parent = multiprocessing.parent_process()
         assert parent is not None
         parent.join(0.01)
         numbers = multiprocessing.current_process()._identity  # type: ignore[attr-defined]
-        return parent.pid, parent.name, parent.is_alive(), numbers
+        thread = threading.current_thread().name, torch.get_num_threads(), torch.is_grad_enabled()
+        return parent.pid, parent.name, parent.is_alive(), numbers, thread
 
 
-def test_what_multiprocessing_knows_of_the_trainer():
-    """Workers have different numbers as well, by which users choose devices and files."""
-    told = os.getpid(), multiprocessing.current_process().name, True
-    assert list(loader(Related(2), batch_size=None)) == [[*told, [1]], [*told, [2]]]
+def test_what_a_worker_knows_of_processes_and_threads(monkeypatch):
+    """Workers have different numbers, by which users choose devices, and compute in one thread."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "2")
+    trainer = os.getpid(), multiprocessing.current_process().name, True
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        told = list(loader(Related(2), batch_size=None))
+    finally:
+        torch.set_num_threads(before)
+    assert told == [[*trainer, [number], ["MainThread", 1, True]] for number in (1, 2)]
 
 
 OWN_VALUE = contextvars.ContextVar("OWN_VALUE", default=0)
@@ -122,44 +147,30 @@ class Inherited(Plain):
             np.float64(1) / np.float64(0)
             return "divided"
         third = str(decimal.Decimal(1) / 3)
-        return OWN_VALUE.get(), third, torch.ones(1, 1) @ torch.ones(1, 1), index
+        product = torch.ones(1, 1) @ torch.ones(1, 1)
+        cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        return OWN_VALUE.get(), third, product.dtype, torch.is_grad_enabled(), cast
 
 
 @forked
 def test_what_the_calling_thread_has_is_inherited():
+    """So are torch's modes: gradients, and autocast of every device."""
+    usual = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
     def told():
         OWN_VALUE.set(7)
         decimal.getcontext().prec = 9
-        with np.errstate(all="raise"), torch.autocast("cpu", torch.bfloat16):
-            [[[value, third, product, _]]] = check(Inherited(1), epochs=1)
-        assert value.item() == 7
-        assert third == ("0.333333333",)
-        assert product.dtype == torch.bfloat16
+        with np.errstate(all="raise"), torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            return check(Inherited(1), 1, batch_size=None, collate_fn=as_is)
 
-    contextvars.copy_context().run(told)
-
-
-@forked
-def test_modes_of_the_calling_thread_are_inherited():
-    """The modes are gradients, and autocast of every device."""
-
-    class Modes(Plain):
-        def __getitem__(self, index):
-            cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-            return torch.is_grad_enabled(), cast
-
-    options = {"batch_size": None, "collate_fn": as_is}
-    [usual] = loader(Modes(1), **options)
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", torch.float32)
     try:
-        with torch.no_grad():
-            [[changed]] = check(Modes(1), 1, **options)
+        [[got]] = contextvars.copy_context().run(told)
     finally:
-        torch.set_autocast_enabled("cuda", usual[1][0])
-        torch.set_autocast_dtype("cuda", usual[1][1])
-    assert usual[0] is True
-    assert changed == (False, (True, torch.float32))
+        torch.set_autocast_enabled("cuda", usual[0])
+        torch.set_autocast_dtype("cuda", usual[1])
+    assert got == (7, "0.333333333", torch.bfloat16, False, (True, torch.float32))
 
 
 class Elsewhere(TorchFunctionMode):
@@ -209,54 +220,17 @@ def test_inference_mode_is_inherited():
 # ── errors ─────────────────────────────────────────────────────────────────────────────────
 
 
-class Fails(Plain):
-    def __getitem__(self, index):
-        if index == 1:
-            raise LookupError(index)
-        return index
-
-
-def test_a_batch_that_raises_has_torchs_number():
-    """Torch's count, by which it warns of a length that is too small, excludes the batch."""
-
-    def numbers(kind):
-        iterator = iter(kind(Fails(3), batch_size=None))
-        counted = []
-        for _ in range(3):
-            with contextlib.suppress(LookupError):
-                next(iterator)
-            counted.append(iterator._num_yielded)
-        return counted
-
-    assert numbers(cseq.DataLoader) == numbers(data.DataLoader) == [1, 1, 2]
-
-
-def test_the_text_of_an_exception_has_the_traceback():
-    iterator = iter(loader(Fails(3), batch_size=None))
+@pytest.mark.parametrize(("kind", "how"), [("process", FORK), ("thread", THREADS)])
+def test_the_text_of_an_exception_has_the_traceback(kind, how):
+    iterator = iter(cseq.DataLoader(Broken(3, (1,)), batch_size=None, **how))
     assert next(iterator) == 0
-    with pytest.raises(LookupError, match="in __getitem__") as caught:
+    with pytest.raises(LookupError, match=r"in __getitem__[^$]*no sample 1") as caught:
         next(iterator)
     if hasattr(caught.value, "__notes__"):
         # Exceptions have notes from Python 3.11 on.
-        said = "Caught LookupError in DataLoader worker process 1.\nOriginal"
+        said = f"Caught LookupError in DataLoader worker {kind} 1.\nOriginal"
         assert str(caught.value).startswith(said)
-
-
-class Computing(Plain):
-    def __getitem__(self, index):
-        return torch.get_num_threads()
-
-
-def test_a_worker_computes_with_one_thread(monkeypatch):
-    """Workers do as torch's do, for any environment."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.setenv(name, "2")
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert list(loader(Computing(2), batch_size=None)) == [1, 1]
-    finally:
-        torch.set_num_threads(before)
+    assert list(iterator) == [2]
 
 
 class Reading(Plain):
@@ -356,3 +330,206 @@ def test_a_forked_process_has_workers_of_its_own(run_prepared, method, persisten
     batches = 24 if persistent else 12
     said = ["call iter() on the DataLoader again", f"True {batches}", "True"]
     assert done.stdout.splitlines() == said, done.stderr
+
+
+# ── Ctrl-C, deaths and time limits ─────────────────────────────────────────────────────────
+
+
+class Unsent(Plain):
+    def __getitem__(self, index):
+        return Refusing() if index == 1 else index
+
+
+class Refusing:
+    def __reduce__(self):
+        raise LookupError("no sample 1")
+
+
+INTERRUPTED: dict[str, dict[str, Any]] = {
+    "map": {},
+    "profiled": {},
+    "seeded": {"rng": "batch"},
+    "skipping": {"on_error": "skip"},
+    "unsent": {"dataset": Unsent(5)},
+    "iterable": {"dataset": BrokenItems(5, (1,))},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_workers"),
+    [
+        *((kind, 2) for kind in INTERRUPTED),
+        *((kind, 0) for kind in INTERRUPTED if kind != "unsent"),
+    ],
+)
+def test_a_state_after_ctrl_c_is_right(kind, num_workers, monkeypatch):
+    """Wherever a signal handler raises in `next`, a resume has what the loop did not get."""
+    if kind == "profiled":
+        monkeypatch.setattr(names, "profiler_enabled", lambda: True)
+    options = {"dataset": Broken(5, (1,)), **INTERRUPTED[kind]}
+    if num_workers:
+        options |= FORK
+    made = cseq.DataLoader(batch_size=None, **options)
+    files = "adapters/torch/iterator.py", "adapters/torch/worker.py"
+    expected = everything(iter(made))
+
+    def step(countdown):
+        iterator = iter(made)
+        got = [take(iterator) for _ in range(countdown % 4)]
+        seed_all()
+        with interrupted(countdown // 4 + 1, *files) as struck:
+            got.append(take(iterator))
+        own = drawn()
+        seed_all()
+        assert own == drawn()
+        made.load_state_dict(made.state_dict())
+        got += everything(iter(made))
+        assert [each for each in got if each != "end"] == expected
+        return struck.is_set()
+
+    assert first_hits(step, 7 if num_workers else 1) > 3
+
+
+class Pressing(Plain):
+    """Ctrl-C comes once, in the middle of its sample 4."""
+
+    pressed = False
+
+    def __getitem__(self, index):
+        if index == 4 and not self.pressed:
+            self.pressed = True
+            raise KeyboardInterrupt
+        return index
+
+
+def test_ctrl_c_in_a_data_set_without_workers():
+    """A resume makes the batch; the iterator has lost it, as torch's does."""
+    made = cseq.DataLoader(Pressing(8), batch_size=2)
+    iterator = iter(made)
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    state = made.state_dict()
+    assert state["_num_yielded"] == 2
+    assert [batch.tolist() for batch in iterator] == [[6, 7]]
+    made.load_state_dict(state)
+    assert [batch.tolist() for batch in made] == [[4, 5], [6, 7]]
+
+
+def take(iterator):
+    """Take a batch, or the exception raised instead."""
+    try:
+        return next(iterator, "end")
+    except (LookupError, TypeError) as error:
+        return "no sample 1" if "no sample 1" in str(error) else repr(error)
+
+
+def everything(iterator):
+    """Take all that remains."""
+    return list(iter(lambda: take(iterator), "end"))
+
+
+class Stuck(Plain):
+    def __init__(self, path):
+        super().__init__(3)
+        self.path = path
+
+    def __getitem__(self, index):
+        while not self.path.exists():
+            a_place_to_be_found()
+        return index
+
+
+def a_place_to_be_found():
+    """Appear by name in the stack."""
+    time.sleep(0.05)
+
+
+# At this time, a worker that imports torch is not yet in the data set.
+@pytest.mark.parametrize("how", [pytest.param(FORK, marks=forked), THREADS], ids=["fork", "thread"])
+def test_a_timeout_shows_where_the_worker_is(tmp_path, how):
+    """The batch is not lost."""
+    path = tmp_path / "gate"
+    iterator = iter(cseq.DataLoader(Stuck(path), batch_size=None, timeout=0.5, **how))
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.5 seconds") as late:
+        next(iterator)
+    assert isinstance(late.value, TimeoutError)
+    assert isinstance(late.value, LoaderTimeout)
+    assert "a_place_to_be_found" in str(late.value)
+    path.touch()
+    assert next(iterator) == 0
+    assert list(iterator) == [1, 2]
+
+
+def test_a_batch_that_kills_again_and_again_is_an_error():
+    iterator = iter(loader(Deadly(4, 1), batch_size=None))
+    assert next(iterator) == 0
+    told = r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"
+    with pytest.raises(cseq.WorkerDied, match=told) as caught:
+        next(iterator)
+    died = caught.value
+    assert str(died).count(": worker 1 ") == 1
+    assert died.indices == [1]
+    assert list(iterator) == []
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "number", "key"), [(None, 1, 1), (1, 1, [1]), (10, 0, [*range(10)])]
+)
+def test_a_death_names_the_key(batch_size, number, key):
+    """With a generator for each batch, the number of the batch is no key."""
+    iterator = iter(loader(Deadly(10, 1), batch_size=batch_size, rng="batch", num_workers=1))
+    for _ in range(number):
+        next(iterator)
+    named = re.escape(f"batch {number} ({key}) of worker 0, epoch 0")
+    with pytest.raises(cseq.WorkerDied, match=named) as caught:
+        next(iterator)
+    assert caught.value.indices == ([key] if batch_size is None else key)
+
+
+def test_who_makes_the_batches_behind_a_resume():
+    """Worker k mod N makes batch k, of the resumed epoch and of the next one; its death says so."""
+    options = {"num_workers": 3, "batch_size": None, "persistent_workers": True}
+    made = loader(Told(8), **options)
+    assert list(made) == [0, 1, 2, 0, 1, 2, 0, 1]
+    iterator = iter(made)
+    assert [next(iterator) for _ in range(4)] == [0, 1, 2, 0]
+    again = loader(Told(8), **options)
+    again.load_state_dict(made.state_dict())
+    assert list(again) == [1, 2, 0, 1]
+    assert list(again) == [0, 1, 2, 0, 1, 2, 0, 1]
+    again = loader(Told(8, deadly=5), **options)
+    again.load_state_dict(made.state_dict())
+    iterator = iter(again)
+    assert next(iterator) == 1
+    with pytest.raises(cseq.WorkerDied, match="worker 2") as caught:
+        next(iterator)
+    assert (caught.value.worker, caught.value.batch) == (2, 1)
+
+
+def test_death_in_an_iterable_data_set():
+    made = loader(Sharded(60, 60), batch_size=2)
+    seed_all()
+    expected = list(made)
+    seed_all()
+    iterator = iter(made)
+    taken = [next(iterator) for _ in range(3)]
+    kill(iterator._workers[0].pid)
+    taken += iterator
+    assert same(taken, expected)
+
+
+# ── generators seeded for each batch ───────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_are_the_same_for_any_number_of_workers(persistent):
+    options = {"batch_size": 3, "shuffle": True, "rng": "batch"}
+    expected, after = run(cseq.DataLoader, Augmented(13), 2, options)
+    expected = [without_told(epoch) for epoch in expected]
+    assert not same(*expected)
+    for num_workers in (1, 2, 5):
+        forked = FORK | {"num_workers": num_workers, "persistent_workers": persistent}
+        batches, drawn_after = run(cseq.DataLoader, Augmented(13), 2, options | forked)
+        assert same([without_told(epoch) for epoch in batches], expected)
+        assert drawn_after == after
