@@ -14,17 +14,6 @@ linux = pytest.mark.needs("Linux")
 
 
 @linux
-def test_an_anonymous_file():
-    """It has no name, can be sealed, and is closed in executed programs."""
-    file, sealable = descriptors.anonymous_file("cseq-test")
-    assert sealable
-    assert "memfd:cseq-test" in os.readlink(f"/proc/self/fd/{file.fd}")
-    assert not os.get_inheritable(file.fd)
-    os.write(file.fd, b"text")
-    assert os.pread(file.fd, 9, 0) == b"text"
-
-
-@linux
 @pytest.mark.parametrize("refusal", [errno.EACCES, errno.EINVAL, errno.ENOSYS])
 def test_a_system_that_refuses_them(monkeypatch, refusal):
     """An unnamed temporary file replaces them; other errors are raised."""

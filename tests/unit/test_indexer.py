@@ -1,7 +1,6 @@
 """Stage 1: valid workers, valid indexers, and a ticket's way through them."""
 
 import functools
-import logging
 import re
 
 import numpy as np
@@ -12,7 +11,6 @@ from ringing import Trainer, make_ring, stamps
 
 import cseq
 from cseq._work import Runner
-from cseq.converter.output import Output
 from cseq.encoding._codec import Objects
 from cseq.indexing import context, indexer
 from cseq.stage import INDEXER
@@ -100,37 +98,6 @@ def test_a_data_set_as_worker(kind):
     assert "cseq.from_dataset" not in hint_of(kind, np.arange(1))
 
 
-def test_dispose():
-    """What was made is closed; an object that the user passed, only where it is a copy."""
-    made = Lasting(2)
-    indexer.dispose(Lasting, made, copied=False)
-    assert made.closed
-    for copied in (False, True):
-        own = Lasting(2)
-        indexer.dispose(own, own, copied=copied)
-        assert own.closed == copied
-    # This indexer has no close.
-    indexer.dispose(Rows, Rows(), copied=False)
-    # This indexer was never made.
-    indexer.dispose(Rows, None, copied=False)
-
-
-class Sticky:
-    def close(self):
-        raise OSError("stuck")
-
-
-def test_dispose_of_one_that_raises(caplog):
-    """The trainer logs the exception of `close`; a worker process ends with it."""
-    sticky = Sticky()
-    indexer.dispose(Sticky, sticky, copied=False)
-    (record,) = caplog.records
-    assert (record.levelno, record.name) == (logging.ERROR, "cseq")
-    assert "stuck" in caplog.text
-    with pytest.raises(OSError, match="stuck"):
-        indexer.dispose(Sticky, sticky, copied=True)
-
-
 def test_the_stamps_of_tickets_in_a_row():
     """If a ticket is claimed right after another, both share one reading of the clock."""
     ring = make_ring(cells=3, runners=1)
@@ -145,34 +112,12 @@ def test_the_stamps_of_tickets_in_a_row():
     assert 0 < first[0] <= first[1] <= second[0] <= second[1] == third[0] <= third[1]
 
 
-class Owner:
-    """Has an indexer."""
-
-
 class Returns:
     def __init__(self, batch):
         self.batch = batch
 
     def __getitem__(self, indices):
         return self.batch
-
-
-def test_labels_are_told_of_once(caplog):
-    """The first batch is checked, in any number of threads; then the indexer replaces the check."""
-    told = []
-    labels = {"x": np.zeros(3), "label": np.arange(3)}
-    for batch, count in ((np.zeros(3), 0), (labels, 1)):
-        owner = Owner()
-        owner.indexer = made = Returns(batch)
-        indexer.FirstBatch(owner, Output("cpu", dtype=np.dtype("float32")), told.append)
-        assert owner.indexer[np.arange(3)] is batch
-        assert owner.indexer is made
-        assert len(told) == count
-    assert "int64 of shape (3,)" in told[0]
-    worker = functools.partial(Returns, labels)
-    with cseq.MTSequence(worker, 64, batch_size=2, out_type="cpu", num_workers=3).start() as m:
-        assert len([*m]) == 32
-    assert caplog.text.count("for labels and indices, pass dtype=None") == 1
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
