@@ -12,43 +12,20 @@ import threading
 import weakref
 from pathlib import Path
 
+import indexers
+import kinds
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from indexers import (
-    Augmented,
-    Broken,
-    Closing,
-    Indices1,
-    InPlace,
-    Labelled,
-    Large,
-    Lasting,
-    NotAnIndexer,
-    Quitting,
-    Rows,
-    Spoiler,
-    Where,
-)
-from kinds import (
-    INLINE,
-    KINDS,
-    PROCESSES,
-    QUICK,
-    QUICKEST,
-    THREAD,
-    assert_same,
-    by_name,
-    expected,
-    stream,
-)
+from indexers import Augmented, Closing, Indices1, Labelled, Large, NotAnIndexer, Rows, here
+from kinds import INLINE, KINDS, QUICK, QUICKEST, THREAD, assert_same, by_name, expected, stream
 
 import cseq
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=by_name)
 every_pool = pytest.mark.parametrize("kind", QUICK, ids=by_name)
-every_process = pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
+every_process = pytest.mark.parametrize("kind", kinds.PROCESSES, ids=by_name)
 
 
 def indices_of(batches):
@@ -56,14 +33,11 @@ def indices_of(batches):
     return [i for batch in batches for i in batch.tolist()]
 
 
-# -- the stream
-
-
 @pytest.mark.parametrize(
     ("kind", "num_workers"),
     [
         pytest.param(kind, number, id=f"{kind.name}-{number}")
-        for kind in (THREAD, *PROCESSES)
+        for kind in (THREAD, *kinds.PROCESSES)
         for number in ([1, 2, 3, 8] if kind in QUICK else [3])
     ],
 )
@@ -72,31 +46,6 @@ def test_same_as_test_mode(kind, num_workers):
     want = expected(Augmented, 203, epochs=3, batch_size=8)
     got = stream(kind, Augmented, 203, epochs=3, batch_size=8, num_workers=num_workers)
     assert_same(got, want)
-
-
-@every_pool
-def test_leaving_early(kind):
-    """No batch of an abandoned epoch gets into the next one, which is complete."""
-    want = expected(Augmented, 100, epochs=4, batch_size=4)
-    with kind.start(Augmented, 100, batch_size=4, buffer=6) as manager:
-        for leave_at in (1, 0, 13):
-            for k, batch in enumerate(manager):
-                assert_same(batch, want.pop(0) if k == 0 else batch)
-                if k == leave_at:
-                    break
-            del want[: 25 - 1]
-        assert_same(list(manager), want)
-
-
-@every_pool
-def test_unordered(kind):
-    """ordered=False gives the same batches of each epoch, in any order."""
-    want = [{tuple(b) for b in expected(Indices1, 90, batch_size=7, epochs=3)[k:k + 13]}
-            for k in (0, 13, 26)]  # fmt: skip
-    with kind.start(Indices1, 90, batch_size=7, num_workers=3, ordered=False) as manager:
-        got = [[tuple(b) for b in manager] for _ in range(3)]
-    assert [len(epoch) for epoch in got] == [13] * 3
-    assert [set(epoch) for epoch in got] == want
 
 
 def test_a_slow_batch_holds_no_other_up():
@@ -116,13 +65,10 @@ def test_a_slow_batch_holds_no_other_up():
         assert (got, indices_of(batches)) == ([1, 2, 3, 4, 5], [0])
 
 
-# -- batches
-
-
 @every_pool
 def test_built_in_place(kind):
     """Arrays that an indexer builds in `cseq.empty` arrive like any others."""
-    for batch in stream(kind, InPlace, 30, batch_size=4):
+    for batch in stream(kind, indexers.InPlace, 30, batch_size=4):
         whole = batch["whole"]
         assert whole.shape[1] == 5000
         assert (whole == whole[:, :1]).all()
@@ -136,7 +82,7 @@ def test_built_in_place(kind):
 @every_pool
 def test_indices_are_the_indexers_own(kind):
     """An indexer may change its indices: they are its own int64 array, in no other batch."""
-    got = stream(kind, Spoiler, np.arange(64), batch_size=8, epochs=3, buffer=2)
+    got = stream(kind, indexers.Spoiler, np.arange(64), batch_size=8, epochs=3, buffer=2)
     want = [cseq.permutation(64, 42, e).tolist() for e in range(3)]
     assert indices_of(got) == want[0] + want[1] + want[2]
 
@@ -151,27 +97,17 @@ def test_batches_may_be_changed(kind):
                 batch[:] = -1
 
 
-# -- held batches
-
-
-def check_large(batches, order):
-    """Fail unless the batches are those `Large` makes, in this order."""
-    assert [b.shape[1] for b in batches] == [8192] * len(batches)
-    assert [int(row[0]) for b in batches for row in b] == order
-    assert all((b == b[:, :1]).all() for b in batches)
-
-
 @every_pool
 def test_all_batches_held(kind):
     """`list(manager)`, over epochs and far beyond `buffer`, has correct data, without deadlock."""
     order = [i for e in range(3) for i in cseq.permutation(60, 42, e).tolist()]
     with kind.start(Large, 60, batch_size=2, buffer=2) as manager:
         held = [batch for _ in range(3) for batch in manager]
-        check_large(held, order)
-    check_large(held, order)
     del manager
     gc.collect()
-    check_large(held, order)
+    whole = np.concatenate(held)
+    assert whole.shape == (180, 8192)
+    assert (whole == np.array(order)[:, None]).all()
 
 
 @every_pool
@@ -208,42 +144,27 @@ def test_strides_are_kept(kind, dtype):
             assert mask[1, 7].tolist() == np.arange(512, dtype=np.uint8).tolist()
 
 
-# -- workers
-
-
 @every_kind
-def test_made_once_in_every_worker(kind):
-    """Each worker makes one indexer, at the start, and keeps it for all epochs."""
-    got = stream(kind, Where, 400, epochs=5, batch_size=2, num_workers=3)
-    makers = {tuple(batch[1:]) for batch in got}
-    assert 1 <= len(makers) <= (3 if kind.parallel else 1)
-    pids = {pid for pid, _, _ in makers}
-    threads = {(pid, thread) for pid, thread, _ in makers}
-    assert len(threads) == len(makers)
-    assert (pids == {os.getpid()}) == (not kind.processes)
-    assert ((os.getpid(), threading.get_ident()) in threads) == (not kind.parallel)
-
-
-@every_kind
-def test_indexers_are_closed(kind, tmp_path):
-    """`close()` of every indexer is called once, when its worker ends."""
+def test_made_once_in_every_worker(kind, tmp_path):
+    """Each worker makes one indexer, at the start, keeps it for all epochs, and closes it once."""
     with kind.start(lambda: Closing(tmp_path), 400, batch_size=2, num_workers=3) as manager:
-        list(manager)
+        got = [batch for _ in range(5) for batch in manager]
         assert not list(tmp_path.glob("closed-*"))
-    made, closed = names(tmp_path, "made-"), names(tmp_path, "closed-")
+    made, closed = (
+        {path.name.removeprefix(prefix) for path in tmp_path.glob(f"{prefix}*")}
+        for prefix in ("made-", "closed-")
+    )
     assert 1 <= len(made) <= (3 if kind.parallel else 1)
-    assert closed == made
-
-
-def names(folder, prefix):
-    """Return what follows a prefix in the names of files."""
-    return sorted(path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*"))
+    assert closed == made >= {worker for worker, _ in got}
+    assert all(maker == worker for worker, maker in got)
+    assert ({name.split("-")[0] for name in made} == {str(os.getpid())}) == (not kind.processes)
+    assert (here() in made) == (not kind.parallel)
 
 
 @every_kind
 def test_an_object_as_worker(kind):
     """An object with __getitem__ is used directly; threads share it, processes have copies."""
-    lasting = Lasting(100)
+    lasting = indexers.Lasting(100)
     got = stream(kind, lasting, 100, batch_size=10, shuffle=False)
     assert np.concatenate(got).tolist() == list(range(0, 300, 3))
     assert lasting.asked == (0 if kind.processes else 10)
@@ -291,7 +212,7 @@ def test_dropped_without_finish(kind):
     del manager
     gc.collect()
     assert gone() is None
-    check_large([batch], cseq.permutation(100, 42)[:2].tolist())
+    assert (batch == np.repeat(cseq.permutation(100, 42)[:2, None], 8192, 1)).all()
 
 
 @every_pool
@@ -335,13 +256,10 @@ def test_threads_make_no_indexer_after_one_has_failed():
     """The first exception is raised, and no further indexer is made."""
     tried = []
 
-    class Failing:
+    class Failing(Indices1):
         def __init__(self):
             tried.append(worker_number())
             raise LookupError(f"no data set {worker_number()}")
-
-        def __getitem__(self, indices):
-            return indices
 
     with (
         THREAD.start(Failing, 100, num_workers=3) as manager,
@@ -356,13 +274,10 @@ def test_finish_while_an_indexer_is_made(caplog, monkeypatch):
     monkeypatch.setattr("cseq.engine.crews.threads.CLOSE_SECONDS", 1.5)
     begun, go_on = threading.Event(), threading.Event()
 
-    class Slow:
+    class Slow(Indices1):
         def __init__(self):
             begun.set()
             go_on.wait(60)
-
-        def __getitem__(self, indices):
-            return indices
 
     manager = THREAD.start(Slow, 100, num_workers=3)
     assert begun.wait(60)
@@ -372,70 +287,52 @@ def test_finish_while_an_indexer_is_made(caplog, monkeypatch):
     assert re.search(r"threads \['cseq-w\d'\] did not end", warning)
 
 
-@pytest.fixture
-def uncollected():
-    """Disable garbage collection."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("taken", [0, 1, 10])
 @pytest.mark.parametrize("kind", [INLINE, THREAD], ids=by_name)
 def test_no_indexer_outlives_finish(kind, taken):
     """The manager's indexers die with `finish`, even those that made no batch."""
     made = []
 
-    class Watched:
+    class Watched(Indices1):
         def __init__(self):
             made.append(weakref.ref(self))
 
-        def __getitem__(self, indices):
-            return indices
-
-    manager = kind.start(Watched, 40, batch_size=4, num_workers=3)
-    assert len(list(itertools.islice(manager, taken))) == taken
-    manager.finish()
-    assert [each() for each in made] == [None] * len(made)
-
-
-# -- trouble
+    gc.collect()
+    gc.disable()
+    try:
+        manager = kind.start(Watched, 40, batch_size=4, num_workers=3)
+        assert len(list(itertools.islice(manager, taken))) == taken
+        manager.finish()
+        assert [each() for each in made] == [None] * len(made)
+    finally:
+        gc.enable()
 
 
 @every_kind
-def test_a_worker_that_cannot_be_built(kind):
-    """The loop gets the worker's exception, once and with its type."""
-    with kind.start(Broken, 100, num_workers=3) as manager:
-        with pytest.raises(LookupError, match="no such data set"):
-            list(manager)
-        with pytest.raises(LookupError, match="no such data set"):
-            list(manager)
-
-
-@every_pool
-def test_a_worker_that_makes_no_indexer(kind):
-    """A worker that makes an object without __getitem__ raises a TypeError that says so."""
-    with (
-        kind.start(NotAnIndexer, 100) as manager,
-        pytest.raises(TypeError, match=r"NotAnIndexer.*__getitem__"),
-    ):
-        list(manager)
+@pytest.mark.parametrize(
+    ("worker", "error", "said"),
+    [
+        (indexers.Broken, LookupError, "no such data set"),
+        (NotAnIndexer, TypeError, r"NotAnIndexer.*__getitem__"),
+    ],
+)
+def test_a_worker_that_cannot_be_built(kind, worker, error, said):
+    """The loop gets the worker's exception, each time with its type; its object is an indexer."""
+    with kind.start(worker, 100, num_workers=3) as manager:
+        for _ in range(2):
+            with pytest.raises(error, match=said):
+                list(manager)
 
 
 @every_process
 def test_workers_that_die_at_birth(kind):
     """Workers that end while they start are replaced a few times; then WorkerDied is raised."""
     with (
-        kind.start(Quitting, 100) as manager,
+        kind.start(indexers.Quitting, 100) as manager,
         pytest.raises(cseq.WorkerDied, match=r"code 7.*before they were ready") as caught,
     ):
         list(manager)
     assert (caught.value.exitcode, caught.value.batch) == (7, None)
-
-
-# -- a large data set
 
 
 @pytest.mark.needs("Linux")
@@ -458,8 +355,6 @@ def resident_kib():
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
-# -- any size
-
 SHAPES = st.fixed_dictionaries(
     {
         "dset_size": st.integers(1, 90)
@@ -472,18 +367,8 @@ SHAPES = st.fixed_dictionaries(
         "seed": st.integers(0, 2**64 - 1),
     }
 )
-BREAKS = st.lists(st.none() | st.integers(0, 12), max_size=4)
-
-
-def walk(manager, breaks):
-    """Run epochs that stop after the given numbers of batches (None for all), then one more."""
-    for leave_at in [*breaks, None]:
-        batches = []
-        for k, batch in enumerate(manager):
-            batches.append(batch)
-            if k == leave_at:
-                break
-        yield batches
+# After how many batches each epoch is left; None is its end.
+BREAKS = st.lists(st.none() | st.integers(1, 13), max_size=4)
 
 
 @given(SHAPES, BREAKS)
@@ -505,21 +390,18 @@ def test_any_shape_in_processes(options, breaks):
 def check_any_shape(kind, options, breaks):
     """Fail unless each epoch is the start of its order, and a full one the whole of its order."""
     samples = options["dset_size"]
-    samples = list(range(samples)) if isinstance(samples, int) else samples
+    samples = np.arange(samples) if isinstance(samples, int) else np.array(samples)
     n, size = len(samples), options["batch_size"]
     end = n - n % size if options["drop_last"] else n
     with kind.start(Indices1, **options) as manager:
         assert len(manager) == -(-end // size)
-        for epoch, batches in enumerate(walk(manager, breaks)):
-            order = cseq.permutation(n, options["seed"], epoch).tolist()
-            order = order if options["shuffle"] else list(range(n))
-            want = [samples[k] for k in order[:end]]
+        for epoch, taken in enumerate([*breaks, None]):
+            batches = list(itertools.islice(manager, taken))
+            assert len(batches) == min(len(manager), taken or n)
+            order = cseq.permutation(n, options["seed"], epoch) if options["shuffle"] else range(n)
             got = indices_of(batches)
-            assert got == want[: len(got)]
+            assert got == samples[order[:end]].tolist()[: len(got)]
             assert all(len(b) == size for b in batches[: end // size])
-            assert len(batches) == min(len(manager), ([*breaks, None])[epoch] + 1
-                                       if ([*breaks, None])[epoch] is not None
-                                       else len(manager))  # fmt: skip
 
 
 @pytest.mark.needs("worker processes")
@@ -543,8 +425,6 @@ def test_any_sizes_of_batches(data):
                 for i, old in held:
                     assert_same(old, [np.full(sizes[i], i, np.uint8)])
 
-
-# -- scripts
 
 SCRIPT = """
 import dataclasses, sys, typing
@@ -571,16 +451,13 @@ class Worker:
         return {"pair": Pair(scaled(indices), "text"), "sample": Sample(indices + 1, [Pair(1, 2)])}
 
 def show(make):
-    manager = cseq.MPSequence(
-        make, 10, 2, batch_size=4, shuffle=False, out_type="null", start_method=sys.argv[1]
-    )
-    with manager.start() as m:
-        for epoch in range(2):
-            for batch in m:
-                pair, sample = batch["pair"], batch["sample"]
-                assert type(pair) is Pair and type(sample) is Sample, batch
-                assert type(sample.parts[0]) is Pair
-                print(pair.x.tolist(), pair.y, sample.data.tolist())
+    options = {"batch_size": 4, "shuffle": False, "out_type": "null", "start_method": sys.argv[1]}
+    with cseq.MPSequence(make, 10, 2, **options).start() as m:
+        for batch in [*m, *m]:
+            pair, sample = batch["pair"], batch["sample"]
+            assert type(pair) is Pair and type(sample) is Sample, batch
+            assert type(sample.parts[0]) is Pair
+            print(pair.x.tolist(), pair.y, sample.data.tolist())
 
 def local():
     offset = 100

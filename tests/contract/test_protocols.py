@@ -4,10 +4,11 @@ They discard an `iter`, call `set_epoch` before or after its `iter`, do not wait
 and make no call at the end.
 """
 
+from functools import partial
 from itertools import islice
 
 import pytest
-from indexers import Indices1
+from indexers import Indices1, Raising
 from interrupting import interrupted
 from kinds import QUICK, QUICKEST, THREAD, by_name
 
@@ -77,8 +78,18 @@ def test_a_second_iterator_goes_on_with_the_work(kind):
 
 @every_kind
 def test_set_epoch_after_iter(kind):
-    """An iterator that has given no batch switches to another epoch, forwards or backwards."""
-    with kind.begin(make(kind)) as manager:
+    """An iterator that has given no batch switches to another epoch, forwards or backwards.
+
+    Otherwise, and before a start, `set_epoch` sets the epoch of the next `iter`.
+    """
+    manager = make(kind)
+    for epoch in (2**64 - 1, 7):
+        manager.set_epoch(epoch)
+        assert manager.epoch == epoch
+        with kind.begin(manager):
+            assert take(iter(manager), 1) == epoch_batches(epoch)[:1]
+    with kind.begin(manager):
+        assert take(manager, STEPS) == epoch_batches(8)
         batches = iter(manager)
         for epoch in (7, 0, 3):
             manager.set_epoch(epoch)
@@ -160,18 +171,12 @@ def test_the_sampler(kind):
             manager.sampler.set_epoch("4")
 
 
-class BrokenFirst:
-    def __getitem__(self, indices):
-        if 0 in indices:
-            raise OSError("unreadable")
-        return indices
-
-
 @every_kind
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_an_exception_begins_an_epoch(kind, on_error):
     """A first batch that raises, or is skipped, is not retried forever."""
-    manager = kind.make(BrokenFirst, 4, batch_size=4, shuffle=False, on_error=on_error)
+    worker = partial(Raising, partial(OSError, "unreadable"), 0)
+    manager = kind.make(worker, 4, batch_size=4, shuffle=False, on_error=on_error)
     with kind.begin(manager):
         for epoch in range(3):
             if on_error == "raise":
@@ -184,6 +189,11 @@ def test_an_exception_begins_an_epoch(kind, on_error):
             assert manager.epoch == epoch
 
 
+FILES = [
+    "sequence.py", "order/place.py", "engine/pool.py", "tickets/batches.py", "order/sampler.py",
+]  # fmt: skip
+
+
 @every_kind
 def test_interrupted_set_epoch(kind):
     """After Ctrl-C in `set_epoch`, the iterator gives the one epoch or the other, or raises."""
@@ -191,14 +201,7 @@ def test_interrupted_set_epoch(kind):
     for countdown in range(1, 200, 7 if kind.processes else 1):
         with kind.begin(make(kind)) as manager:
             batches = iter(manager)
-            with interrupted(
-                countdown,
-                "sequence.py",
-                "order/place.py",
-                "engine/pool.py",
-                "tickets/batches.py",
-                "order/sampler.py",
-            ) as struck:
+            with interrupted(countdown, *FILES) as struck:
                 manager.set_epoch(3)
             epoch = manager.epoch
             assert epoch in {0, 3}

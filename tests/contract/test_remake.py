@@ -4,14 +4,9 @@ import random
 
 import numpy as np
 import pytest
+from kinds import FEW, INLINE, THREAD, assert_same, by_name
 
 import cseq
-
-POOLS = {
-    "processes": (cseq.MPSequence, 2),
-    "threads": (cseq.MTSequence, 2),
-    "none": (cseq.MPSequence, 0),
-}
 
 
 class Augmented:
@@ -42,41 +37,32 @@ class Odd(Augmented):
         return super().__getitem__(indices)
 
 
-def same(one, other):
-    """Compare two batches."""
-    return one.keys() == other.keys() and all(
-        np.array_equal(one[name], other[name]) for name in one
-    )
-
-
-def manager(pool, worker=Augmented, n=23, **options):
+def manager(kind, worker=Augmented, n=23, **options):
     """Make a manager of a few samples."""
-    kind, workers = POOLS[pool]
-    usual = {"batch_size": 4, "seed": 1, "out_type": "null"}
-    return kind(worker, n, num_workers=workers, **{**usual, **options})
+    return kind.make(worker, n, **{"batch_size": 4, "seed": 1, **options})
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("kind", FEW, ids=by_name)
 @pytest.mark.parametrize(
     "options",
     [{}, {"shard": (1, 2), "batch_size": 3}, {"shuffle": "feistel", "repeat": 2}, {"pad": False}],
     ids=str,
 )
-def test_it_is_what_the_loop_got(pool, options):
+def test_it_is_what_the_loop_got(kind, options):
     """It holds during the run and afterwards, for each batch of two epochs."""
-    worker = Augmented if pool == "threads" else Globals
-    one = manager(pool, worker, **options)
+    worker = Augmented if kind is THREAD else Globals
+    one = manager(kind, worker, **options)
     got = []
     state = random.getstate()
-    with one.start() as batches:
+    with kind.begin(one) as batches:
         for _ in range(2 // options.get("repeat", 1)):
             for batch in batches:
                 got.append(batch)
                 epoch, number = batch["batch"]
-                assert same(one.remake(epoch, number).batch, batch)
+                assert_same(one.remake(epoch, number).batch, batch)
     for batch in got:
         made = one.remake(*batch["batch"])
-        assert same(made.batch, batch)
+        assert_same(made.batch, batch)
         assert made.indices.tolist() == one.indices(*batch["batch"]).tolist()
         assert made.indices.tolist() == batch["indices"].tolist()
         assert made.seconds > 0
@@ -85,25 +71,25 @@ def test_it_is_what_the_loop_got(pool, options):
 
 def test_after_a_resume():
     """In an epoch that resumed with other batches, numbers count the batches that came."""
-    first = manager("threads")
+    first = manager(THREAD)
     with first.start() as batches:
         iterator = iter(batches)
         for _ in range(3):
             next(iterator)
         state = first.state_dict()
-    second = manager("threads", batch_size=5)
+    second = manager(THREAD, batch_size=5)
     second.load_state_dict(state)
     with second.start() as batches:
         for batch in batches:
-            assert same(second.remake(*batch["batch"]).batch, batch)
+            assert_same(second.remake(*batch["batch"]).batch, batch)
     with pytest.raises(IndexError, match=r"batch=1 is not in \[2, 5\) of epoch 0"):
         second.remake(0, 1)
-    assert second.indices(1, 0).tolist() == manager("none", batch_size=5).indices(1, 0).tolist()
+    assert second.indices(1, 0).tolist() == manager(INLINE, batch_size=5).indices(1, 0).tolist()
 
 
 def test_a_batch_that_was_left_out():
     """It raises here, too."""
-    one = manager("threads", Odd, on_error="skip")
+    one = manager(THREAD, Odd, on_error="skip")
     with one.start() as batches:
         list(batches)
     [(epoch, batch, *_)] = one.skipped
@@ -115,7 +101,7 @@ def test_a_batch_that_was_left_out():
 @pytest.mark.parametrize("batch", [-1, 6])
 def test_a_batch_that_there_is_not(batch):
     """The error names the existing batches."""
-    for ask in (manager("none").remake, manager("none").indices):
+    for ask in (manager(INLINE).remake, manager(INLINE).indices):
         with pytest.raises(IndexError, match=rf"batch={batch} is not in \[0, 6\) of epoch 0"):
             ask(0, batch)
 
@@ -128,7 +114,7 @@ def test_nothing_is_left():
         def close(self):
             closed.append(True)
 
-    one = manager("threads", Closing)
+    one = manager(THREAD, Closing)
     for batch in range(6):
         try:
             one.remake(0, batch)

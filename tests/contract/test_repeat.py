@@ -1,40 +1,32 @@
 """Consecutive epochs: `repeat` gives what as many loops would, from any position."""
 
 import itertools
-import time
 
 import numpy as np
 import pytest
+from kinds import FEW, INLINE, THREAD, by_name
+from waiting import until
 
 import cseq
 
-POOLS = {
-    "processes": (cseq.MPSequence, 2),
-    "threads": (cseq.MTSequence, 2),
-    "none": (cseq.MPSequence, 0),
-}
 
-
-def manager(pool="threads", n=23, **options):
+def manager(kind=THREAD, n=23, **options):
     """Make a manager of a few samples."""
-    kind, workers = POOLS[pool]
-    usual = {"batch_size": 4, "seed": 1, "out_type": "null", "buffer": 3}
-    return kind(np.arange(n), num_workers=workers, **{**usual, **options})
+    return kind.make(np.arange(n), None, **{"batch_size": 4, "seed": 1, "buffer": 3, **options})
 
 
 def epochs(number, **options):
     """Return the batches of the given number of epochs, taken one by one."""
-    one = manager("none", **options)
-    with one.start() as batches:
+    with manager(INLINE, **options).start_test() as batches:
         return [batch.tolist() for _ in range(number) for batch in batches]
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("kind", FEW, ids=by_name)
 @pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"shuffle": "feistel"}], ids=str)
-def test_it_is_as_many_epochs(pool, options):
+def test_it_is_as_many_epochs(kind, options):
     """One loop has all of them, and the next loop continues after them."""
-    one = manager(pool, repeat=3, **options)
-    with one.start() as batches:
+    one = manager(kind, repeat=3, **options)
+    with kind.begin(one) as batches:
         first = [(one.epoch, batch.tolist()) for batch in batches]
         second = [batch.tolist() for batch in batches]
     length = len(one)
@@ -63,9 +55,9 @@ def test_a_resume_after_every_batch():
     ]  # fmt: skip
     for state in states:
         for size in (4, 7):
-            other = manager("none", batch_size=size, repeat=3)
+            other = manager(INLINE, batch_size=size, repeat=3)
             other.load_state_dict(state)
-            with other.start() as batches:
+            with other.start_test() as batches:
                 rest = [sample for batch in batches for sample in batch.tolist()]
             left = (3 - state["epoch"]) * 23 - state["consumed"]
             assert rest[:left] == whole[len(whole) - left :]
@@ -76,12 +68,12 @@ def test_a_resume_of_ranks_that_have_lanes():
     order = cseq.Blocks(2, window=8, lanes=4)
     options = {"n": 80, "order": order, "repeat": 2}
     for rank in range(2):
-        one = manager("none", shard=(rank, 2), **options)
-        with one.start() as batches:
+        one = manager(INLINE, shard=(rank, 2), **options)
+        with one.start_test() as batches:
             whole = [(batch.tolist(), one.state_dict()) for batch in batches]
-        other = manager("none", shard=(rank, 2), **options)
+        other = manager(INLINE, shard=(rank, 2), **options)
         other.load_state_dict(whole[2][1])
-        with other.start() as batches:
+        with other.start_test() as batches:
             rest = [batch.tolist() for batch in batches]
         assert rest[: len(whole) - 3] == [batch for batch, _ in whole[3:]]
 
@@ -104,10 +96,7 @@ def test_the_next_epoch_is_made_ahead():
     with one.start() as batches:
         iterator = iter(batches)
         next(iterator)
-        deadline = time.monotonic() + 60
-        while one.stats().depths != (0, 0, 3):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda: one.stats().depths == (0, 0, 3))
         assert one.epoch == 0
         assert [batch.tolist() for batch in iterator] == epochs(2, n=8)[1:]
 
@@ -117,19 +106,3 @@ def test_an_epoch_without_batches():
     one = manager(n=3, drop_last=True, repeat=True)
     with one.start() as batches:
         assert list(batches) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"repeat": 0}, ValueError, "repeat=0"),
-        ({"repeat": False}, TypeError, "repeat=False"),
-        ({"repeat": 1.5}, TypeError, "repeat=1.5"),
-        ({"repeat": 2, "ordered": False}, ValueError, "repeat=2 cannot .* ordered=False"),
-        ({"repeat": True, "pad": False}, ValueError, "repeat=True cannot .* pad=False"),
-    ],
-)
-def test_what_is_refused(options, error, text):
-    """The error has the argument, its value and the remedy."""
-    with pytest.raises(error, match=text):
-        manager(**options)

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from kinds import QUICK, by_name
+from kinds import QUICK, THREAD, by_name
 
 import cseq
 
@@ -13,16 +13,16 @@ SIZES = {"a": 70, "b": 30, "c": 11}
 FIRSTS = {"a": 0, "b": 70, "c": 100}
 
 
-def mixture(**options):
-    """Make a mixture of three sources."""
+def mixture(a=2, b=1, c=1):
+    """Make a mixture of three sources with these weights."""
     sources = {name: cseq.Shuffled(size) for name, size in SIZES.items()}
-    return cseq.Mixture(sources, {"a": 2, "b": 1, "c": 1}, block=16, epoch_size=240, **options)
+    return cseq.Mixture(sources, {"a": a, "b": b, "c": c}, block=16, epoch_size=240)
 
 
-def manager(kind=cseq.MTSequence, **options):
+def manager(kind=THREAD, **options):
     """Make a manager of the mixture."""
-    given = {"num_workers": 2, "batch_size": 4, "seed": 5, "order": mixture(), "out_type": "null"}
-    return kind(np.arange(111), **given | options)
+    given = {"batch_size": 4, "seed": 5, "order": mixture()}
+    return kind.make(np.arange(111), None, **given | options)
 
 
 def weights_at(step):
@@ -54,8 +54,7 @@ def whole(steps):
 @pytest.mark.parametrize("kind", QUICK, ids=by_name)
 def test_batches_are_those_of_test_mode(kind):
     """Any batches may be in flight when the weights change, even an epoch's last one."""
-    options = {"batch_size": 4, "seed": 5, "order": mixture(), "buffer": 9}
-    with kind.start(np.arange(111), None, **options) as made:
+    with kind.begin(manager(kind, buffer=9)) as made:
         assert run(made, 400) == whole(400)
 
 
@@ -122,9 +121,7 @@ def test_weights_that_were_given_again_win():
         run(made, 7)
         made.reweigh({"a": 0, "b": 0, "c": 1})
         state = made.state_dict()
-    sources = {name: cseq.Shuffled(size) for name, size in SIZES.items()}
-    other = cseq.Mixture(sources, {"a": 1, "b": 0, "c": 0}, block=16, epoch_size=240)
-    again = manager(order=other)
+    again = manager(order=mixture(1, 0, 0))
     again.load_state_dict(state)
     with again.start_test() as made:
         assert all(sample < 70 for batch in made for sample in batch)

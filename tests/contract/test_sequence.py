@@ -8,39 +8,18 @@ import warnings
 from functools import partial
 from itertools import islice
 
+import kinds
 import numpy as np
 import pytest
 from conftest import complaints
-from indexers import Broken, Indices1, Nested, Rows
-from kinds import (
-    FEW,
-    FIRST_PROCESS,
-    PARALLEL,
-    PROCESSES,
-    THREAD,
-    assert_same,
-    by_name,
-    every_class,
-    make_small,
-)
+from indexers import Broken, Indices1, Nested, Raising, Rows
+from kinds import FEW, FIRST_PROCESS, THREAD, assert_same, by_name, every_class, make_small
 from waiting import together
 
 import cseq
 from cseq import MPSequence, MTSequence
 
 every_kind = pytest.mark.parametrize("kind", FEW, ids=by_name)
-
-NO_TORCH = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torch":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Blocker())
-"""
-
-
-# -- the repr
 
 
 def test_repr():
@@ -64,9 +43,6 @@ def test_repr():
     assert ", drop_last=2 of 10 samples, " in repr(manager)
     drawn = make_small()
     assert f"seed={drawn.seed} (drawn)" in repr(drawn)
-
-
-# -- the properties
 
 
 @every_class
@@ -106,9 +82,6 @@ def test_samples_of_every_kind(samples):
         assert [int(i) for batch in m for i in batch] == [int(i) for i in samples]
 
 
-# -- the life of a manager
-
-
 @every_kind
 def test_epochs_count_over_everything(kind):
     """Each `iter` begins the next epoch, from 0 on, in `start` and `start_test` alike."""
@@ -124,36 +97,11 @@ def test_epochs_count_over_everything(kind):
     assert seen == orders
 
 
-def test_set_epoch():
-    """`set_epoch` sets the epoch of the next `iter`, before a start, during one and in a loop."""
-    orders = [cseq.permutation(20, 42, e).tolist() for e in range(12)]
-    manager = THREAD.make(Indices1, 20, batch_size=20)
-    manager.set_epoch(7)
-    assert manager.epoch == 7
-    with manager.start() as m:
-        assert next(iter(m)).tolist() == orders[7]
-        assert next(iter(m)).tolist() == orders[8]
-        m.set_epoch(3)
-        assert next(iter(m)).tolist() == orders[3]
-        for _ in m:
-            m.set_epoch(11)
-        assert next(iter(m)).tolist() == orders[11]
-    manager.set_epoch(2**64 - 1)
-    with manager.start_test() as m:
-        assert sorted(next(iter(m))) == list(range(20))
-
-
-class LastRaises:
-    def __getitem__(self, indices):
-        if 9 in indices:
-            raise ValueError("the last sample")
-        return indices
-
-
 @every_kind
 def test_an_epoch_whose_end_the_loop_knows(kind):
     """It is over even if its last batch raised, or if it had no batch."""
-    with kind.start(LastRaises, 10, batch_size=2, shuffle=False) as batches:
+    worker = partial(Raising, partial(ValueError, "the last sample"), 9)
+    with kind.start(worker, 10, batch_size=2, shuffle=False) as batches:
         iterator = iter(batches)
         for _ in range(4):
             next(iterator)
@@ -171,48 +119,35 @@ def test_an_epoch_whose_end_the_loop_knows(kind):
 
 
 @every_kind
-def test_a_newer_iterator_interrupts(kind):
-    """A replaced iterator raises InterruptedError; the newer one is complete."""
-    with kind.start(Indices1, 40, batch_size=4) as m:
-        old = iter(m)
-        next(old)
-        new = iter(m)
-        with pytest.raises(InterruptedError, match="for two loops, make two managers"):
-            next(old)
-        assert len(list(new)) == 10
-        with pytest.raises(InterruptedError):
-            next(old)
-        with pytest.raises(StopIteration):
-            next(new)
-
-
-@every_kind
 def test_a_start_interrupts(kind):
-    """A start, of either kind, or a finish interrupts the existing iterators."""
+    """A newer iterator, a start of either kind, or a finish interrupts the existing iterators."""
     manager = kind.make(Indices1, 40, batch_size=4)
-    for interrupt in (manager.start, manager.start_test, manager.finish):
+    for interrupt, said in (
+        (manager.__iter__, "for two loops, make two managers"),
+        *((verb, None) for verb in (manager.start, manager.start_test, manager.finish)),
+    ):
         batches = iter(kind.begin(manager))
         next(batches)
-        interrupt()
-        with pytest.raises(InterruptedError):
-            next(batches)
+        newer = interrupt()
+        for _ in range(2):
+            with pytest.raises(InterruptedError, match=said):
+                next(batches)
+        if said:
+            assert len(list(newer)) == 10
     manager.finish()
 
 
 @every_kind
 def test_forbidden_inside_with(kind):
-    """In the manager's own `with`, start, start_test, finish and a second `with` raise OSError."""
-    with kind.start(Indices1, 40, batch_size=4) as m:
+    """In the manager's own `with`, start, start_test, finish and a second `with` raise OSError.
+
+    The `with` block passes an exception on unchanged, after the workers have ended.
+    """
+    with pytest.raises(ZeroDivisionError), kind.start(Indices1, 40, batch_size=4) as m:
         for verb in (m.start, m.start_test, m.finish, m.__enter__):
             with pytest.raises(OSError, match="with"):
                 verb()
         assert len(list(m)) == 10
-
-
-@every_kind
-def test_with_ends_on_an_error(kind):
-    """The `with` block passes its exception on unchanged, after the workers have ended."""
-    with pytest.raises(ZeroDivisionError), kind.start(Indices1, 40, batch_size=4) as m:
         for _ in m:
             raise ZeroDivisionError
     with pytest.raises(OSError, match="start"), m:
@@ -248,12 +183,13 @@ def test_finished_by_another_thread(kind):
     manager = kind.start(Indices1, 10**6, batch_size=1)
     batches = iter(manager)
     next(batches)
-    thread = threading.Thread(target=manager.finish)
-    thread.start()
-    with pytest.raises(InterruptedError):
-        for _ in batches:
-            pass
-    thread.join()
+
+    def loop():
+        with pytest.raises(InterruptedError):
+            for _ in batches:
+                pass
+
+    together(loop, manager.finish)
 
 
 @every_kind
@@ -290,18 +226,6 @@ def test_threads_share_an_iterator(kind):
     assert sorted(int(i) for share in shares for batch in share for i in batch) == list(range(1000))
 
 
-# -- the form of batches
-
-torch_cases = [
-    ("cpu", "float32", "float32"),
-    (None, "float32", "float32"),
-    ("cuda", "float32", "float32"),
-    ("cuda:1", "float64", "float64"),
-    ("cpu", "int16", "int16"),
-    ("cpu", None, "int64"),
-]
-
-
 @pytest.fixture
 def no_cuda(monkeypatch):
     """Return torch, on a machine without CUDA."""
@@ -310,83 +234,57 @@ def no_cuda(monkeypatch):
     return torch
 
 
-@pytest.mark.parametrize(("out_type", "dtype", "want"), torch_cases)
-def test_tensors(no_cuda, out_type, dtype, want):
-    """out_type 'cpu', None and, without CUDA, 'cuda' give CPU tensors of the type `dtype`."""
+@pytest.mark.parametrize(
+    ("out_type", "dtype", "mode", "want"),
+    [
+        ("cpu", "float32", "default", "torch.float32"),
+        (None, "float32", "default", "torch.float32"),
+        ("cuda", "float32", "default", "torch.float32"),
+        ("cuda:1", "float64", "default", "torch.float64"),
+        ("cpu", "int16", "default", "torch.int16"),
+        ("cpu", None, "default", "torch.int64"),
+        ("cuda", "auto", "default", "torch.float32"),
+        ("cuda", "auto", "cpu", "torch.float32"),
+        ("cuda", "auto", "numpy", "int64"),
+        ("null", "auto", "default", "int64"),
+        ("null", "auto", "cpu", "torch.float32"),
+    ],
+)
+def test_tensors(no_cuda, out_type, dtype, mode, want):
+    """out_type 'cpu', None and, without CUDA, 'cuda' give CPU tensors of the type `dtype`.
+
+    In test mode, 'default' gives what start gives, 'cpu' tensors, and 'numpy' the indexer's batch.
+    """
     manager = MTSequence(
         Indices1, 6, batch_size=4, out_type=out_type, dtype=dtype, shuffle=False, num_workers=1
     )
     assert manager.use_cuda is False
-    for start in (manager.start, manager.start_test):
+    for start in (partial(manager.start_test, mode), manager.start)[: 1 + (mode == "default")]:
         with start() as m:
             got = list(m)
         assert [t.tolist() for t in got] == [[0, 1, 2, 3], [4, 5]]
-        assert {t.dtype for t in got} == {getattr(no_cuda, want)}
-        assert {str(t.device) for t in got} == {"cpu"}
+        assert {str(t.dtype) for t in got} == {want}
+        assert {str(getattr(t, "device", "cpu")) for t in got} == {"cpu"}
 
 
 @pytest.mark.parametrize("out_type", ["cuda", "cpu", None, "null", "call"])
 @pytest.mark.parametrize("kind", [THREAD, FIRST_PROCESS], ids=by_name)
 def test_every_out_type_as_in_test_mode(no_cuda, kind, out_type):
     """For every out_type, start() gives what start_test() gives."""
-    function = np.negative if out_type == "call" else out_type
-    if out_type == "call":
-        manager = kind.make(Rows, 30, out_type=function, batch_size=8)
-    else:
-        manager = kind.make(Nested, 30, out_type=function, batch_size=8)
+    worker, given = (Rows, np.negative) if out_type == "call" else (Nested, out_type)
+    manager = kind.make(worker, 30, out_type=given, batch_size=8)
     with manager.start_test() as m:
         want = list(m)
     manager.set_epoch(0)
     with manager.start() as m:
         got = list(m)
-    assert_same_tensors(no_cuda, got, want)
+    assert_same(got, want)
     if out_type in ("cuda", "cpu", None):
         batch = got[0]
         assert batch["pair"].label.dtype is no_cuda.float32
         assert batch["list"][4:6] == ["text", b"bytes"]
         assert isinstance(batch["record"], np.ndarray)
         assert type(batch["sample"]).__name__ == "Sample"
-
-
-def assert_same_tensors(torch, one, other):
-    """Compare batches; compare tensors as arrays of their bytes."""
-
-    def plain(value):
-        if isinstance(value, torch.Tensor):
-            return (
-                "tensor",
-                str(value.dtype),
-                tuple(value.shape),
-                value.contiguous().numpy().tobytes(),
-            )
-        if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items()}
-        if hasattr(value, "__dataclass_fields__"):
-            return type(value).__name__, plain(vars(value))
-        if isinstance(value, (list, tuple)):
-            return type(value).__name__, [plain(v) for v in value]
-        return value
-
-    assert_same(plain(one), plain(other))
-
-
-@pytest.mark.parametrize(
-    ("mode", "kind"), [("default", "Tensor"), ("cpu", "Tensor"), ("numpy", "ndarray")]
-)
-def test_test_modes(no_cuda, mode, kind):
-    """'default' gives what start gives, 'cpu' gives tensors, 'numpy' gives the indexer's batch."""
-    with MTSequence(Indices1, 4, num_workers=1).start_test(mode) as m:
-        (batch,) = m
-    assert type(batch).__name__ == kind
-    assert str(batch.dtype).endswith("int64" if mode == "numpy" else "float32")
-
-
-def test_null_and_test_modes(no_cuda):
-    """With out_type 'null', mode 'cpu' still gives tensors, and 'default' the indexer's batch."""
-    manager = make_small(batch_size=10)
-    assert isinstance(next(iter(manager.start_test())), np.ndarray)
-    assert isinstance(next(iter(manager.start_test("cpu"))), no_cuda.Tensor)
-    manager.finish()
 
 
 @every_kind
@@ -404,9 +302,9 @@ def test_a_function_for_every_array(kind):
 @pytest.mark.needs("worker processes")
 def test_without_torch(run_script):
     """Without torch, every out_type gives arrays of the same values; the log says so once."""
-    done = run_script(
-        NO_TORCH
-        + """
+    done = run_script("""
+import sys
+sys.modules["torch"] = None  # so that its import fails
 import logging, numpy as np, cseq
 logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stdout)
 class W:
@@ -424,17 +322,16 @@ for make in (cseq.MTSequence, cseq.MPSequence):
             is_cast = (out_type, dtype) in outputs
             assert batch["x"].dtype == ("float32" if is_cast else "float64"), out_type
             assert batch["x"].tolist() == [0, 1, 2, 3, 4]
-print("done", "torch" in sys.modules)
-"""
-    )
+print("done", sys.modules["torch"])
+""")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[-1] == "done False"
+    assert lines[-1] == "done None"
     assert len(lines) == 2
     assert re.match(r"WARNING .*torch", lines[0])
 
 
-@pytest.mark.parametrize("kind", PROCESSES[:2], ids=by_name)
+@pytest.mark.parametrize("kind", kinds.PROCESSES[:2], ids=by_name)
 def test_workers_do_not_import_torch(no_cuda, kind):
     """Workers do not import torch for cseq, for any out_type."""
 
@@ -448,20 +345,16 @@ def test_workers_do_not_import_torch(no_cuda, kind):
     assert modules == []
 
 
-# -- scripts that end
-
-
-@pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
+@pytest.mark.parametrize("kind", kinds.PARALLEL, ids=by_name)
 def test_a_script_that_just_ends(run_script, kind):
     """A script that ends in the middle of a loop, without `finish`, ends at once and silently."""
-    make = "cseq.MTSequence(W, 1000, 2, " if kind is THREAD else (
-        f"cseq.MPSequence(W, 1000, 2, start_method={kind.start_method!r}, ")  # fmt: skip
+    way = f"start_method={kind.start_method!r}" if kind.processes else "thread_type='thread'"
     done = run_script(f"""
 import cseq, numpy as np
 class W:
     def __getitem__(self, indices):
         return np.ones((100, 1000))
-manager = {make} out_type="null").start()
+manager = cseq.MSequence(W, 1000, 2, {way}, out_type="null").start()
 for batch in manager:
     break
 print("end")
@@ -517,18 +410,14 @@ def test_a_daemon_thread_that_reads_when_the_script_ends(run_script, kind, again
 ONE_PICKLE = """
 import sys
 import cseq
-from counted import Counted, Never
+from counted import Counted
 
-for method in sys.argv[1:]:
-    cseq.MPSequence(Never(), 10, out_type="null", start_method=method)
-    manager = cseq.MPSequence(Counted(), 10, 2, out_type="null", start_method=method)
-    with manager.start_test() as batches:
-        assert len(list(batches)) == 1
-    made = Counted.pickled
-    with manager.start() as batches:
-        total = sum(int(batch.sum()) for batch in batches)
-    print(method, made, Counted.pickled, total)
-    Counted.pickled = 0
+manager = cseq.MPSequence(Counted(), 10, 2, out_type="null", start_method=sys.argv[1])
+with manager.start_test() as batches:
+    assert len(list(batches)) == 1
+made = Counted.pickled
+with manager.start() as batches:
+    print(made, Counted.pickled, sum(int(batch.sum()) for batch in batches))
 """
 
 COUNTED = """
@@ -539,20 +428,15 @@ class Counted:
     def __reduce__(self):
         Counted.pickled += 1
         return Counted, ()
-
-class Never(Counted):
-    def __reduce__(self):
-        raise AssertionError("a manager that was only made has pickled its worker")
 """
 
 
-@pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
+@pytest.mark.parametrize("kind", kinds.PROCESSES, ids=by_name)
 def test_one_pickle_a_start(run_script, tmp_path, kind):
     """The constructor and test mode pickle nothing; a start pickles once, but never with fork."""
     (tmp_path / "counted.py").write_text(COUNTED)
     done = run_script(ONE_PICKLE, kind.name)
-    pickles = 0 if kind.name == "fork" else 1
-    assert done.stdout == f"{kind.name} 0 {pickles} 45\n", done.stderr
+    assert done.stdout == ("0 0 45\n" if kind.name == "fork" else "0 1 45\n"), done.stderr
 
 
 OWN_MEMORY = """
@@ -626,17 +510,12 @@ HINTED = [
 
 
 @pytest.mark.parametrize("start", ["start", "start_test"])
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param("MPSequence", marks=pytest.mark.needs("worker processes")), "MTSequence"],
-)
+@pytest.mark.parametrize("kind", [THREAD, FIRST_PROCESS], ids=by_name)
 def test_labels_that_become_floats(kind, start, caplog):
     """If labels lose their type, each start warns once, with dtype=None as the remedy."""
     for worker, options, hinted in HINTED:
         caplog.clear()
-        m = getattr(cseq, kind)(
-            worker, 8, num_workers=2, batch_size=2, **({"out_type": "cpu"} | options)
-        )
+        m = kind.make(worker, 8, batch_size=2, **({"out_type": "cpu"} | options))
         with getattr(m, start)():
             for _ in range(2):
                 assert len(list(m)) == 4

@@ -7,6 +7,7 @@ import pickle
 import re
 import threading
 import warnings
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -17,20 +18,11 @@ from kinds import PROCESSES, by_name, every_class, make_small
 import cseq
 from cseq import MPSequence, MSequence, MTSequence
 
-# -- the signature
-
 POSITIONS = {
-    "worker": inspect.Parameter.empty,
-    "dset_size": None,
-    "num_workers": 4,
-    "num_converters": None,
-    "batch_size": 32,
-    "buffer": None,
-    "shuffle": True,
-    "thread_type": "proc",
-    "out_type": "cuda",
+    "worker": inspect.Parameter.empty, "dset_size": None, "num_workers": 4, "num_converters": None,
+    "batch_size": 32, "buffer": None, "shuffle": True, "thread_type": "proc", "out_type": "cuda",
     "seed": None,
-}
+}  # fmt: skip
 KEYWORDS = {
     "dtype": "auto",
     "drop_last": False,
@@ -73,11 +65,14 @@ def test_methods_and_their_defaults():
 
 
 def test_arguments_by_position():
-    """All arguments up to `seed` may be positional."""
-    manager = MSequence(Rows, 100, 2, 1, 8, 3, False, "thread", "null", 5)
+    """All arguments up to `seed` may be positional, and of numpy's types."""
+    manager = MSequence(
+        Rows, np.int32(100), np.int8(2), np.uint8(1), np.int64(8), np.int64(3), np.False_,
+        "thread", "null", np.uint64(2**64 - 1), drop_last=np.True_,
+    )  # fmt: skip
     with manager.start_test() as m:
-        assert [len(labels) for _, labels in m][:2] == [8, 8]
-    assert (manager.batch_size, manager.seed) == (8, 5)
+        assert [labels.tolist() for _, labels in m][:2] == [[*range(8)], [*range(8, 16)]]
+    assert (len(manager), manager.batch_size, manager.seed) == (12, 8, 2**64 - 1)
     other = MTSequence(Rows, 100, 2, 1, 8, 3, False, "null", 5)
     assert (other.batch_size, other.seed, other.length) == (8, 5, 13)
 
@@ -91,28 +86,19 @@ def test_it_is_not_copied(make, copied):
         copied(manager)
 
 
-@pytest.mark.parametrize(
-    ("keyword", "hint"),
-    [
-        ("collate_fn", "collate in"),
-        ("sampler", "dset_size"),
-        ("batch_sampler", "batch_size"),
-        ("prefetch_factor", "use buffer="),
-        ("pin_memory", "out_type='cuda'"),
-        ("pin_memory_device", "out_type='cuda:1'"),
-        ("persistent_workers", "omit it"),
-        ("worker_init_fn", "__init__"),
-        ("generator", "seed"),
-        ("dataset", "worker="),
-        ("multiprocessing_context", "use start_method="),
-        ("in_order", "use ordered="),
-        ("workers", "use num_workers="),
-        ("device", "use out_type='cuda'"),
-        ("num_worker", "did you mean 'num_workers'"),
-        ("batchsize", "did you mean 'batch_size'"),
-        ("zzz", "the arguments are worker, dset_size, num_workers"),
-    ],
-)
+HINTS = {
+    "collate_fn": "collate in", "sampler": "dset_size", "batch_sampler": "batch_size",
+    "prefetch_factor": "use buffer=", "pin_memory": "out_type='cuda'",
+    "pin_memory_device": "out_type='cuda:1'", "persistent_workers": "omit it",
+    "worker_init_fn": "__init__", "generator": "seed", "dataset": "worker=",
+    "multiprocessing_context": "use start_method=", "in_order": "use ordered=",
+    "workers": "use num_workers=", "device": "use out_type='cuda'",
+    "num_worker": "did you mean 'num_workers'", "batchsize": "did you mean 'batch_size'",
+    "zzz": "the arguments are worker, dset_size, num_workers",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("keyword", "hint"), HINTS.items())
 @every_class
 def test_what_to_write_instead(make, keyword, hint):
     """A keyword of DataLoader's, or a misspelled one, gets the right name and the user's class."""
@@ -134,12 +120,6 @@ def test_a_generator_for_a_seed():
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match=r"seed=.*initial_seed\(\)"):
         make_small(seed=torch.Generator())
-
-
-def test_no_batch_size():
-    """The error for batch_size=None explains how to get single samples."""
-    with pytest.raises(TypeError, match=r"batch_size=None.*pass 1"):
-        make_small(batch_size=None)
 
 
 def test_no_workers():
@@ -167,8 +147,6 @@ def test_no_workers():
         indices = [int(i) for batch, *_ in got for i in batch]
         assert indices == cseq.permutation(10, 42, 0).tolist()
         assert manager.state_dict()["epoch"] == 1
-    with pytest.raises(ValueError, match="num_workers=-1 is below 0"):
-        make_small(num_workers=-1)
 
 
 def test_warnings_reach_everyone(run_script):
@@ -187,86 +165,44 @@ with cseq.MTSequence(W, 4, 1, batch_size=1, out_type="null", on_error="skip").st
     assert re.fullmatch(r"skipped .*unreadable.*\n", done.stderr)
 
 
-# -- bad input
-
-BAD = [
-    ("batch_size", None, TypeError),
-    ("num_workers", -2, ValueError),
-    ("num_workers", 2.0, TypeError),
-    ("num_workers", True, TypeError),
-    ("num_workers", "4", TypeError),
-    ("num_workers", 70_000, ValueError),
-    ("num_converters", 0, ValueError),
-    ("num_converters", 5, ValueError),
-    ("num_converters", 1.5, TypeError),
-    ("batch_size", 0, ValueError),
-    ("batch_size", -1, ValueError),
-    ("batch_size", 3.5, TypeError),
-    ("batch_size", 2**40, ValueError),
-    ("buffer", 0, ValueError),
-    ("buffer", 2.5, TypeError),
-    ("buffer", 2**14 + 1, ValueError),
-    ("shuffle", 1, TypeError),
-    ("shuffle", "yes", ValueError),
-    ("thread_type", "process", TypeError),
-    ("thread_type", None, TypeError),
-    ("out_type", "gpu", ValueError),
-    ("out_type", "cuda:x", ValueError),
-    ("out_type", "cuda:1\n", ValueError),
-    ("out_type", 3, TypeError),
-    ("seed", -1, ValueError),
-    ("seed", 2**64, ValueError),
-    ("seed", 0.5, TypeError),
-    ("seed", "abc", TypeError),
-    ("dtype", "floaty", ValueError),
-    ("dtype", "U5", ValueError),
-    ("dtype", object, ValueError),
-    ("dtype", "(1,", ValueError),
-    ("dtype", np.longdouble, ValueError),
-    ("drop_last", None, TypeError),
-    ("ordered", 0, TypeError),
-    ("start_method", "thread", ValueError),
-    ("shard", "all", ValueError),
-    ("shard", 3, TypeError),
-    ("shard", (1, 2, 3), TypeError),
-    ("on_error", "ignore", ValueError),
-    ("max_restarts", -1, ValueError),
-    ("timeout", 0, ValueError),
-    ("timeout", float("nan"), ValueError),
-    ("timeout", "1s", TypeError),
-    ("on_timeout", "kill", ValueError),
-    ("memory_limit", "much", ValueError),
-    ("dset_size", 0, ValueError),
-    ("dset_size", -5, ValueError),
-    ("dset_size", 10.0, TypeError),
-    ("dset_size", True, TypeError),
-    ("dset_size", "100", TypeError),
-    ("dset_size", [], ValueError),
-    ("dset_size", [1.5, 2], TypeError),
-    ("dset_size", [True, False], TypeError),
-    ("dset_size", [[1, 2]], ValueError),
-    ("dset_size", [[1], [2, 3]], TypeError),
-    ("dset_size", [2**64], TypeError),
-    ("dset_size", np.array(["1"]), TypeError),
-    ("dset_size", np.array([1], "m8[s]"), TypeError),
-    ("dset_size", 2**48 + 1, ValueError),
-    ("dset_size", np.array(5), ValueError),
-    ("dset_size", np.array([2**63], np.uint64), ValueError),
-    ("shard", (2, 2), ValueError),
-    ("shard", (-1, 2), ValueError),
-    ("shard", (0.5, 2), TypeError),
-    ("shard", (True, 2), TypeError),
-    ("shard", (0, 0), ValueError),
-    ("dset_size", None, TypeError),
-    ("worker", 5, TypeError),
-    ("worker", None, TypeError),
-    ("worker", [1, 2, 3], TypeError),
-    ("worker", {"a": 1}, TypeError),
-    ("worker", "text", TypeError),
-]
+# For each argument, the values that raise a ValueError, and those that raise a TypeError.
+BAD: dict[str, tuple[list[Any], list[Any]]] = {
+    "num_workers": ([-2, 70_000], [2.0, True, "4"]),
+    "num_converters": ([0, 5], [1.5]),
+    "batch_size": ([0, -1, 2**40], [None, 3.5]),
+    "buffer": ([0, 2**14 + 1], [2.5]),
+    "shuffle": (["yes"], [1]),
+    "thread_type": ([], ["process", None]),
+    "out_type": (["gpu", "cuda:x", "cuda:1\n"], [3]),
+    "seed": ([-1, 2**64], [0.5, "abc"]),
+    "dtype": (["floaty", "U5", object, "(1,", np.longdouble], []),
+    "drop_last": ([], [None]),
+    "ordered": ([], [0]),
+    "start_method": (["thread"], []),
+    "shard": (["all", (2, 2), (-1, 2), (0, 0)], [3, (1, 2, 3), (0.5, 2), (True, 2)]),
+    "on_error": (["ignore"], []),
+    "max_restarts": ([-1], []),
+    "timeout": ([0, float("nan")], ["1s"]),
+    "on_timeout": (["kill"], []),
+    "memory_limit": (["much"], []),
+    "dset_size": (
+        [0, -5, [], [[1, 2]], 2**48 + 1, np.array(5), np.array([2**63], np.uint64)],
+        [None, 10.0, True, "100", [1.5, 2], [True, False], [[1], [2, 3]], [2**64],
+         np.array(["1"]), np.array([1], "m8[s]")],
+    ),
+    "worker": ([], [5, None, [1, 2, 3], {"a": 1}, "text"]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value", "kind"), BAD, ids=[f"{n}={v!r}"[:40] for n, v, _ in BAD])
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        pytest.param(name, value, kind, id=f"{name}={value!r}"[:40])
+        for name, refused in BAD.items()
+        for kind, values in zip((ValueError, TypeError), refused, strict=True)
+        for value in values
+    ],
+)
 def test_bad_arguments(name, value, kind):
     """The constructor refuses a wrong argument; the message names it."""
     arguments = {"worker": Indices1, "dset_size": 10, "out_type": "null"} | {name: value}
@@ -277,12 +213,47 @@ def test_bad_arguments(name, value, kind):
         assert str(value)[:3] in str(caught.value)
 
 
-@pytest.mark.parametrize("keyword", ["collate", "collate_fn"])
-def test_a_collate_function_beside_a_data_set(keyword):
-    """The error says that it is an argument of `from_dataset`."""
-    options = {keyword: list}
-    with pytest.raises(TypeError, match=r"pass cseq.from_dataset\(dataset, collate=...\)"):
-        cseq.MPSequence(cseq.from_dataset([1, 2]), **options)
+DATA_SET = {"worker": cseq.from_dataset([1, 2]), "dset_size": None}
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"num_workers": -1}, ValueError, "num_workers=-1 is below 0"),
+        *(({name: "fast"}, TypeError, f"{name}='fast' is not an integer; pass .* 'auto'")
+          for name in ("num_workers", "buffer")),
+        ({"batch_size": None}, TypeError, "batch_size=None.*pass 1"),
+        ({"threads": 0}, ValueError, "threads=0"),
+        ({"threads": "2"}, TypeError, "threads='2'"),
+        ({"preload": ["torch"]}, TypeError, r"preload=\['torch'\] is neither True nor False"),
+        ({"repeat": 0}, ValueError, "repeat=0"),
+        ({"repeat": False}, TypeError, "repeat=False"),
+        ({"repeat": 1.5}, TypeError, "repeat=1.5"),
+        ({"repeat": 2, "ordered": False}, ValueError, "repeat=2 cannot .* ordered=False"),
+        ({"repeat": True, "pad": False}, ValueError, "repeat=True cannot .* pad=False"),
+        *((DATA_SET | {name: list}, TypeError, r"pass cseq.from_dataset\(dataset, collate=...\)")
+          for name in ("collate", "collate_fn")),
+    ],
+)  # fmt: skip
+@every_class
+def test_what_the_error_says(make, options, kind, said):
+    """The error has the argument, its value and the remedy."""
+    with pytest.raises(kind, match=said):
+        make(**{"worker": Indices1, "dset_size": 10, "out_type": "null"} | options)
+
+
+FLEETS = {"start_method": "spawn", "preload": False, "max_restarts": 3, "on_timeout": "restart"}
+
+
+@pytest.mark.parametrize("name", ["num_workers", *FLEETS])
+def test_a_fleet_has_no_processes_that_cseq_starts(name):
+    """Arguments for such processes are refused, with their values; the buffer's size is known."""
+    error, said = TypeError, f"{name}=.*has no effect on a fleet's workers: Ray starts"
+    if name == "num_workers":
+        error, said = ValueError, r"num_workers='auto' cannot be .* thread_type='ray'"
+    with pytest.raises(error, match=said):
+        cseq.RaySequence(Indices1, 10, out_type="null", **{name: FLEETS.get(name, "auto")})
+    cseq.RaySequence(Indices1, 10, out_type="null", buffer="auto")
 
 
 def test_more_processes_than_can_be_of_use():
@@ -297,68 +268,34 @@ def test_more_processes_than_can_be_of_use():
         cseq.MTSequence(Indices1, 10, num_workers=many)
 
 
-class Handle:
+class Handle(Indices1):
     def __init__(self):
         self.lock = threading.Lock()
-
-    def __getitem__(self, indices):
-        return indices
 
 
 @pytest.mark.parametrize("kind", [k for k in PROCESSES if k.name != "fork"], ids=by_name)
 def test_a_worker_that_cannot_be_pickled(kind):
     """`start` refuses it, and names the attribute and the reason."""
     manager = kind.make(Handle(), 10)
-    with pytest.raises(TypeError, match=r"worker.*lock") as caught:
+    with pytest.raises(TypeError, match=r"worker.*lock"):
         manager.start()
-    assert "lock" in str(caught.value)
 
 
-@pytest.mark.parametrize("value", ["inline", "", None, 1])
-def test_bad_test_mode(value):
-    """An unknown `test_mode` raises a ValueError with the known ones; nothing is started."""
+@pytest.mark.parametrize(
+    ("verb", "value", "kind", "said"),
+    [
+        *(("start_test", value, ValueError, r"test_mode.*'default'.*'cpu'.*'numpy'")
+          for value in ("inline", "", None, 1)),
+        ("start", "yes", TypeError, "compat"),
+        *(("set_epoch", value, ValueError, "epoch") for value in (-1, 2**64)),
+        *(("set_epoch", value, TypeError, "epoch") for value in (1.0, None)),
+    ],
+)  # fmt: skip
+def test_bad_arguments_of_methods(verb, value, kind, said):
+    """A refused call starts nothing, and changes nothing."""
     manager = make_small()
-    with pytest.raises(ValueError, match=r"test_mode.*'default'.*'cpu'.*'numpy'"):
-        manager.start_test(value)
+    with pytest.raises(kind, match=said):
+        getattr(manager, verb)(value)
     with pytest.raises(OSError, match="with"), manager:
         pass
-
-
-def test_bad_compat():
-    """`compat` is None, True or False."""
-    with pytest.raises(TypeError, match="compat"):
-        make_small().start("yes")
-
-
-@pytest.mark.parametrize(
-    ("value", "kind"), [(-1, ValueError), (1.0, TypeError), (None, TypeError), (2**64, ValueError)]
-)
-def test_bad_epochs(value, kind):
-    """`set_epoch` refuses a value that is no epoch, and changes nothing."""
-    manager = make_small()
-    with pytest.raises(kind, match="epoch"):
-        manager.set_epoch(value)
     assert manager.epoch == 0
-
-
-def test_numpys_numbers():
-    """Numpy's integers and booleans serve wherever Python's do."""
-    manager = MSequence(
-        Indices1, np.int32(20), np.int8(2), np.uint8(1), np.int64(4), np.int64(3), np.True_,
-        "thread", "null", np.uint64(2**64 - 1), drop_last=np.False_,
-    )  # fmt: skip
-    assert (len(manager), manager.batch_size, manager.seed) == (5, 4, 2**64 - 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"threads": 0}, ValueError, "threads=0"),
-        ({"threads": "2"}, TypeError, "threads='2'"),
-        ({"preload": ["torch"]}, TypeError, "preload=['torch'] is neither True nor False"),
-    ],
-)
-def test_bad_threads_and_preloads(options, error, text):
-    """The constructor refuses them."""
-    with pytest.raises(error, match=re.escape(text)):
-        make_small(**options)

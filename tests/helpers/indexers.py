@@ -109,20 +109,6 @@ class Nested:
         return nested(indices)
 
 
-# Bytes of the batches that `Sizes` returns, in order: small, none, large, and small again.
-SIZES = (0, 1, 100, 70_000, 3_000_001, 24, 20_000_000, 0, 5_000, 41_000_000, 8, 300_000)
-
-
-class Sizes:
-    """Batches of very different sizes: batch k (of one index) has SIZES[k] bytes."""
-
-    def __getitem__(self, indices):
-        (k,) = indices
-        batch = np.arange(SIZES[k], dtype=np.uint32).astype(np.uint8)
-        batch += np.uint8(k)
-        return batch
-
-
 class Large:
     """Batches that lie in shared memory and are leased there: 64 KiB for each index."""
 
@@ -156,19 +142,9 @@ class Spoiler:
         return batch
 
 
-class Where:
-    """Returns who made the batch: the process, the thread and the running number of the indexer."""
-
-    made = 0
-    lock = threading.Lock()
-
-    def __init__(self):
-        with Where.lock:
-            Where.made += 1
-            self.number = Where.made
-
-    def __getitem__(self, indices):
-        return indices, os.getpid(), threading.get_ident(), self.number
+def here():
+    """Return the ids of this process and this thread, as one text."""
+    return f"{os.getpid()}-{threading.get_ident()}"
 
 
 class Info:
@@ -182,18 +158,21 @@ class Info:
 
 
 class Closing:
-    """Leaves files in a folder: one when an indexer is made, and one when it is closed."""
+    """Returns where a batch is made, and where its indexer was.
+
+    It leaves files in a folder: one when an indexer is made, and one when it is closed.
+    """
 
     def __init__(self, folder):
-        self.folder = folder
+        self.folder, self.maker = folder, here()
         self.note("made")
 
     def note(self, what):
         """Leave a file; a second one of that name is an error."""
-        (self.folder / f"{what}-{os.getpid()}-{threading.get_ident()}").open("x").close()
+        (self.folder / f"{what}-{here()}").open("x").close()
 
     def __getitem__(self, indices):
-        return indices
+        return here(), self.maker
 
     def close(self):
         self.note("closed")

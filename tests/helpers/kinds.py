@@ -78,6 +78,8 @@ def bits_of(array):
 def assert_same(one, other):
     """Fail unless two batches have the same structure, types, shapes and bits."""
     assert type(one) is type(other)
+    if type(one).__name__ == "Tensor":
+        one, other = (tensor.contiguous().numpy() for tensor in (one, other))
     if isinstance(one, np.ndarray):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         assert one.flags.writeable == other.flags.writeable
