@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -10,15 +11,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
+import sharded
 from checkout import import_path
-from kinds import KINDS, PARALLEL, QUICK, by_name
+from kinds import FIRST_PROCESS, PARALLEL, QUICK, THREAD, by_name
 from s3_server import S3Server
-from sharded import fetching, flat, kill_fetching, npy_shards, s3, whole, written
-from waiting import until
+from sharded import fetching, flat, kill_fetching, npy, npy_shards, s3, whole, written
+from waiting import together, until
 
 import cseq
 from cseq import store
@@ -28,26 +32,15 @@ pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.needs("Linux")
 
 SIZES = [7, 12, 9, 9, 11, 8, 8, 10]
-SHARDS = npy_shards(SIZES)
+SHARDS, TARS = npy_shards(SIZES), sharded.tar_shards(SIZES)
 SAMPLES = sum(SIZES)
 
 
-@pytest.fixture(scope="module")
-def a_server():
-    """Return a store with the shards."""
-    with S3Server(SHARDS) as server:
-        yield server
-
-
 @pytest.fixture
-def server(a_server):
-    """Return the same store without faults."""
-    a_server.heal()
-    a_server.forget()
-    a_server.slow(0)
-    for key, data in SHARDS.items():
-        a_server.put(key, data)
-    return a_server
+def server():
+    """Return a store with the shards."""
+    with S3Server(SHARDS) as running:
+        yield running
 
 
 @pytest.fixture
@@ -64,33 +57,16 @@ def numbers(batches):
     return rows[:, 0].tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=by_name)
-def test_each_shard_is_fetched_once_for_all_workers_and_epochs(kind, server, tmp_path):
-    """Each epoch has each sample once, in the order; each shard is requested once in all."""
-    arrays = store.Npy("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
-    assert arrays.sizes.tolist() == SIZES
-    order = arrays.order(window=2)
-    with kind.start(arrays, None, batch_size=5, order=order, shuffle=True) as batches:
-        for epoch in range(3):
-            got = numbers(batches)
-            assert got == flat(order, 5, seed=42, epoch=epoch)
-            assert sorted(got) == [*range(SAMPLES)]
-    assert whole(server) == len(SIZES)
-    assert arrays.stats().fetched == len(SIZES)
-
-
 @pytest.mark.parametrize("way", ["folder", "path", "file", "pattern", "list", "http"])
 def test_a_place_is_a_folder_a_pattern_or_a_list(way, folder, server, tmp_path):
     """Local paths, file:// and http(s):// are read like stores."""
     url = f"{server.endpoint}/any/train/"
     urls = {
-        "folder": f"{folder}/",
-        "path": folder,
-        "file": f"file://{folder}",
+        "folder": f"{folder}/", "path": folder, "file": f"file://{folder}",
         "pattern": f"{folder}/00*.npy",
         "list": [f"{folder}/{number:03}.npy" for number in range(len(SIZES))],
         "http": [f"{url}{number:03}.npy" for number in range(len(SIZES))],
-    }
+    }  # fmt: skip
     arrays = store.Npy(urls[way], cache=tmp_path / "cache", limit="1 MB")
     assert arrays[:][:, 0].tolist() == [*range(SAMPLES)]
 
@@ -114,7 +90,7 @@ def test_an_index_is_a_number_a_slice_or_an_array(folder):
 
 
 @pytest.mark.parametrize("kind", QUICK, ids=by_name)
-def test_shards_come_before_a_batch_needs_them(kind, server, tmp_path):
+def test_shards_come_before_a_batch_needs_them(kind, tmp_path):
     """During the loop's first batches, the next windows are fetched, but not all of the data."""
     with S3Server(npy_shards([20] * 40)) as many:
         arrays = store.Npy("train/", store=s3(many), cache=tmp_path / "cache", limit="1 MB")
@@ -127,21 +103,19 @@ def test_shards_come_before_a_batch_needs_them(kind, server, tmp_path):
             assert first[:, 0].tolist() == order.batches(4, seed=42, stop=1)[0]
 
 
-def test_a_resume_fetches_no_skipped_shard(server, tmp_path):
+def test_a_resume_fetches_no_skipped_shard(tmp_path):
     """A run that begins in the middle requests what it needs and what is ahead, no more."""
     with S3Server(npy_shards([20] * 40)) as many:
         arrays = store.Npy("train/", store=s3(many), cache=tmp_path / "cache", limit="1 MB")
         order = arrays.order(window=2)
-        manager = cseq.MTSequence(
-            arrays, batch_size=10, buffer=2, num_workers=2, order=order, seed=1, out_type="null"
-        )
+        manager = THREAD.make(arrays, None, batch_size=10, buffer=2, order=order)
         manager.load_state_dict(manager.state_dict() | {"consumed": 600})
         with manager.start() as batches:
             rest = numbers(batches)
-        assert rest == flat(order, 10, seed=1, start=60)
-        first = {number // 20 for number in flat(order, 10, seed=1, stop=58)}
+        assert rest == flat(order, 10, seed=42, start=60)
+        first = {number // 20 for number in flat(order, 10, seed=42, stop=58)}
         skipped = first - {number // 20 for number in rest}
-        ahead = {number // 20 for number in flat(order, 10, seed=1, epoch=1, stop=16)}
+        ahead = {number // 20 for number in flat(order, 10, seed=42, epoch=1, stop=16)}
         assert len(skipped - ahead) > 15
         assert not any(whole(many, f"train/{number:03}.npy") for number in skipped - ahead)
 
@@ -159,9 +133,6 @@ def test_a_data_loader_reads_shards_ahead(method, server, tmp_path):
         assert sorted(got) == [*range(SAMPLES)]
         assert got != sorted(got)
     assert whole(server) == len(SIZES)
-
-
-# -- the cache
 
 
 RUN = """
@@ -201,35 +172,6 @@ def test_a_folder_of_other_shards_is_refused(folder, tmp_path):
     assert len(kept) == SAMPLES
 
 
-def test_a_copy_by_pickle_reads_the_same_cache(server, tmp_path):
-    """A pickled reader gives access to the same shards, and makes no more requests."""
-    arrays = store.Npy("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
-    again = pickle.loads(pickle.dumps(arrays))
-    assert again[9].tolist() == arrays[9].tolist()
-    assert whole(server) == 1
-
-
-def test_the_limit_holds(server, tmp_path):
-    """The cache never exceeds its limit; removed shards are fetched again."""
-    limit, cache = 4 * max(map(len, SHARDS.values())), tmp_path / "cache"
-    arrays = store.Npy("train/", store=s3(server), cache=cache, limit=limit, ahead=1)
-    order = arrays.order(window=1)
-    most = 0
-    with cseq.MTSequence(
-        arrays, batch_size=3, num_workers=1, order=order, seed=1, out_type="null"
-    ).start() as batches:
-        for _ in range(2):
-            got = []
-            for batch in batches:
-                got.append(batch)
-                most = max(most, arrays.stats().nbytes)
-            assert sorted(numbers(got)) == [*range(SAMPLES)]
-    assert 0 < most <= limit
-    there = [path.stat().st_size for path in (cache / "shards").iterdir()]
-    assert sum(there) <= limit
-    assert len(SIZES) < whole(server) <= 2 * len(SIZES) + 2
-
-
 def test_a_shard_that_somebody_removed_is_fetched_again(server, tmp_path):
     """Files may vanish from the cache, for example to a cleaner of temporary files."""
     arrays = store.Npy("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
@@ -243,22 +185,29 @@ def test_a_shard_that_somebody_removed_is_fetched_again(server, tmp_path):
 
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_from_the_second_epoch_on_hits_are_limit_by_data(ahead, tmp_path):
-    """With room for half of the shards, each later epoch fetches half of them."""
+    """With room for half of the shards, each later epoch fetches half of them.
+
+    The cache never exceeds its limit.
+    """
     shards = npy_shards([20] * 40)
     limit = 20 * max(map(len, shards.values()))
     with S3Server(shards) as many:
         arrays = store.Npy("train/", store=s3(many), cache=tmp_path, limit=limit, ahead=ahead)
         order = arrays.order(window=2)
-        counts = []
-        with cseq.MPSequence(
-            arrays, batch_size=10, num_workers=2, buffer=4, order=order, seed=1, out_type="null"
-        ).start() as batches:
+        counts, sizes = [], []
+        with FIRST_PROCESS.start(arrays, None, batch_size=10, buffer=4, order=order) as batches:
             for epoch in range(5):
-                assert numbers(batches) == flat(order, 10, seed=1, epoch=epoch)
+                got = []
+                for batch in batches:
+                    got.append(batch)
+                    sizes.append(arrays.stats().nbytes)
+                assert numbers(got) == flat(order, 10, seed=42, epoch=epoch)
                 counts.append(whole(many))
+        sizes.append(taken(tmp_path / "shards"))
+        assert 0 < max(sizes) <= limit
         # At the end of an epoch, shards of two windows and the read-ahead may already be the next
         # one's.
-        assert counts[-1] - counts[0] <= 4 * (40 - 0.98 * 20) + 2 * 2 + ahead
+        assert 40 < counts[-1] - counts[0] <= 4 * (40 - 0.98 * 20) + 2 * 2 + ahead
 
 
 RANK = """
@@ -285,13 +234,10 @@ if __name__ == "__main__":
 def a_rank(path, *args):
     """Start a process that prints each batch of two epochs, and then waits for a line."""
     path.write_text(RANK)
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", path, json.dumps(args)],
-        env=os.environ | {"PYTHONPATH": import_path()},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-W", "error", path, json.dumps(args)]
+    environment = os.environ | {"PYTHONPATH": import_path()}
+    pipes = dict.fromkeys(["stdin", "stdout"], subprocess.PIPE)
+    return subprocess.Popen(command, env=environment, text=True, **pipes)
 
 
 def listed(folder):
@@ -346,11 +292,10 @@ def test_ranks_in_two_processes_share_shards(room, late, tmp_path):
 def test_a_shard_stays_until_a_worker_has_opened_it(tmp_path):
     """With room for one shard, workers that read different shards fetch each once per epoch."""
     shards = npy_shards([8] * 24)
-    options = {"batch_size": 8, "num_workers": 3, "shuffle": False, "out_type": "null"}
     with S3Server(shards) as many:
         limit = max(map(len, shards.values()))
         arrays = store.Npy("train/", store=s3(many), cache=tmp_path, limit=limit)
-        with cseq.MPSequence(arrays, **options).start() as batches:
+        with FIRST_PROCESS.start(arrays, None, 3, batch_size=8, shuffle=False) as batches:
             for _ in range(3):
                 assert numbers(batches) == [*range(192)]
         assert [whole(many, key) for key in shards] == [3] * 24
@@ -415,30 +360,25 @@ def test_bad_arguments_are_named(urls, options, error, match, folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "match"),
+    ("data", "match"),
     [
-        ("x.npy", b"no array", r"x.npy is not a valid .npy file"),
-        ("x.npy", npy_shards([4], 5)["train/000.npy"], r"has rows of shape \(5,\) and dtype int32"),
-        ("x.npy", npy_shards([4])["train/000.npy"][:-1], r"it has 2527 of 2528 bytes"),
+        (b"no array", r"x.npy is not a valid .npy file"),
+        (npy(0, 4, 5), r"has rows of shape \(5,\) and dtype int32"),
+        (npy(0, 4)[:-1], r"it has 2527 of 2528 bytes"),
     ],
 )
-def test_a_shard_of_another_kind_is_named(name, data, match, folder, tmp_path):
+def test_a_shard_of_another_kind_is_named(data, match, folder, tmp_path):
     """A file that is no shard of rows like the others' is an error at once."""
-    written({name: data}, folder)
+    written({"x.npy": data}, folder)
     with pytest.raises(ValueError, match=match):
         store.Npy(folder, cache=tmp_path / "cache", limit="1 MB")
 
 
 def test_what_is_not_installed_is_named(monkeypatch, folder):
     """Without obstore, the error says how to install it."""
-    find = __import__("importlib.util").util.find_spec
-    hidden = lambda name: None if name == "obstore" else find(name)  # noqa: E731
-    monkeypatch.setattr("importlib.util.find_spec", hidden)
+    monkeypatch.setattr("importlib.util.find_spec", {}.get)
     with pytest.raises(ImportError, match=r"needs obstore: pip install 'cseq-loader\[store\]'"):
         store.Npy(folder, limit="1 MB")
-
-
-# -- ends
 
 
 @pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
@@ -502,11 +442,9 @@ def test_a_kill_at_any_step_of_a_shard_leaves_it_whole_or_absent(step, server, t
     cache = tmp_path / "cache"
     arrays = Dying("train/", step, store=s3(server), cache=cache, limit="1 MB")
     order = arrays.order(window=2)
-    with cseq.MPSequence(
-        arrays, batch_size=5, num_workers=2, order=order, seed=1, out_type="null"
-    ).start() as batches:
+    with FIRST_PROCESS.start(arrays, None, batch_size=5, order=order) as batches:
         for epoch in range(2):
-            assert numbers(batches) == flat(order, 5, seed=1, epoch=epoch)
+            assert numbers(batches) == flat(order, 5, seed=42, epoch=epoch)
     assert {path.name for path in cache.glob(f"{step}-*")} == {f"{step}-2", f"{step}-5"}
     assert {path.name for path in (cache / "shards").iterdir()} == {*map(str, range(len(SIZES)))}
     for path, data in zip(sorted((cache / "shards").iterdir()), SHARDS.values(), strict=True):
@@ -526,62 +464,104 @@ def test_the_fetching_process_ends_with_the_last_reader(folder, tmp_path):
         until(lambda: fetching(cache) is None)
 
 
-ENDS = """
-import socket, sys, threading
-from cseq import store
-
-if __name__ == "__main__":
-    data, cache = sys.argv[1:]
+def test_connections_that_come_at_its_end_break_nothing(folder, tmp_path, monkeypatch, capfd):
+    """Processes that connect while the fetching process ends get none of its errors or output."""
+    monkeypatch.chdir(tmp_path)
     over = threading.Event()
 
     def knock():
         while not over.is_set():
-            with socket.socket(socket.AF_UNIX) as sock:
-                try:
-                    sock.connect(f"{cache}/socket")
-                    sock.sendall(b'["stats"]\\n')
-                    sock.recv(100)
-                except OSError:
-                    pass
+            with socket.socket(socket.AF_UNIX) as line, contextlib.suppress(OSError):
+                line.connect("cache/socket")
+                line.sendall(b'["stats"]\n')
+                line.recv(100)
 
-    knocking = [threading.Thread(target=knock) for _ in range(12)]
-    for thread in knocking:
-        thread.start()
-    for _ in range(8):
-        arrays = store.Npy(data, cache=cache, limit="1 MB")
-        assert arrays[3][0] == 3
-        del arrays
-    over.set()
-    for thread in knocking:
-        thread.join()
-"""
+    def read():
+        try:
+            for _ in range(8):
+                arrays = store.Npy(folder, cache="cache", limit="1 MB")
+                assert arrays[3][0] == 3
+                del arrays
+        finally:
+            over.set()
 
-
-def test_connections_that_come_at_its_end_break_nothing(run_anew, folder):
-    """Processes that connect while the fetching process ends get none of its errors or output."""
-    done = run_anew(ENDS, folder, "cache")
-    assert (done.returncode, done.stderr) == (0, "")
+    together(read, *[knock] * 12)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_many_idle_connections_survive_the_fetching_process(server, tmp_path):
     """Threads have left more connections than the starts that a process may retry in a row."""
     arrays = store.Npy("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
-    for _ in range(2):
-        together = threading.Barrier(8)
-        found = []
+    found = []
 
-        def read(number, together=together, found=found):
-            together.wait()
-            found.append(int(arrays[number][0]))
-            arrays.stats()
+    def read(number):
+        found.append(int(arrays[number][0]))
+        arrays.stats()
 
+    for epochs in (1, 2):
         server.slow(0.2)
-        threads = [threading.Thread(target=read, args=(9 * k,)) for k in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(found) == [9 * k for k in range(8)]
+        together(*(partial(read, 9 * k) for k in range(8)))
+        assert sorted(found) == sorted([9 * k for k in range(8)] * epochs)
         kill_fetching(tmp_path / "cache")
         for path in (tmp_path / "cache" / "shards").iterdir():
             path.unlink()
+
+
+def test_samples_are_those_that_tarfile_reads(tmp_path):
+    """Every member of every sample, by any index, equals the standard library's."""
+    pictures = store.Tar(written(TARS, tmp_path) + "/train", limit="1 MB")
+    expected = {}
+    for data in TARS.values():
+        with tarfile.open(fileobj=io.BytesIO(data)) as file:
+            for member in file:
+                key, _, name = member.name.partition(".")
+                expected.setdefault(key, {"__key__": key})[name] = file.extractfile(member).read()
+    assert pictures.sizes.tolist() == SIZES
+    assert pictures[:] == [*expected.values()]
+    assert pictures[-1] == pictures[SAMPLES - 1] == [*expected.values()][-1]
+    assert pictures[np.array([30, 3, 30])] == [[*expected.values()][k] for k in (30, 3, 30)]
+    assert pictures[[]] == []
+
+
+def test_a_limit_below_the_size_of_tar_files(tmp_path):
+    """Shards without room during indexing are fetched when they are needed."""
+    limit = 4 * max(map(len, TARS.values()))
+    with S3Server(TARS) as server:
+        pictures = store.Tar("train/", store=s3(server), cache=tmp_path, limit=limit, ahead=1)
+        assert pictures.stats().nbytes <= limit
+        assert sorted(sharded.loop(THREAD, pictures, 1, 4)) == [*range(SAMPLES)]
+        assert pictures.stats().nbytes <= limit
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda data: b"no archive" * 100, r"is not a tar file: "),
+        (lambda data: data[:5000], r"is not a tar file: "),
+        (lambda data: data[:2048] + b"?" * 512 + data[2560:], r"has no valid .* at byte 2048"),
+    ],
+)
+def test_a_damaged_tar_file_is_named(damage, match, tmp_path):
+    """An incomplete tar file raises an error during indexing; no sample is lost."""
+    key = "train/002.tar"
+    with (
+        S3Server({**TARS, key: damage(TARS[key])}) as server,
+        pytest.raises(ValueError, match=rf"shard train/002\.tar of .* {match}"),
+    ):
+        store.Tar("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
+
+
+def test_what_is_a_sample_of_a_tar_file(tmp_path):
+    """Consecutive members with one key are a sample; names without a key or a dot are not."""
+    long = "a/" + "long" * 60
+    members = [
+        ("a/1.JPG", b"1"), ("a/1.seg.png", b"2"), ("b/1.jpg", b"3"), ("README", b"4"),
+        (".hidden", b"5"), ("c.d/x.txt", b""), (f"{long}.txt", b"6"),
+    ]  # fmt: skip
+    written({"0.tar": sharded.tar_of(members)}, tmp_path)
+    assert store.Tar(tmp_path, limit="1 MB")[:] == [
+        {"__key__": "a/1", "jpg": b"1", "seg.png": b"2"},
+        {"__key__": "b/1", "jpg": b"3"},
+        {"__key__": "c.d/x", "txt": b""},
+        {"__key__": long, "txt": b"6"},
+    ]

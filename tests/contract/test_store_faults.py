@@ -2,109 +2,54 @@
 
 from __future__ import annotations
 
-import functools
-import io
 import re
 import sys
 from datetime import timedelta
 
-import numpy as np
 import pytest
-from kinds import FEW, INLINE, by_name
+import sharded
+from kinds import FEW, FIRST_PROCESS, KINDS, by_name
 from s3_server import S3Server
-from sharded import s3
+from sharded import SEED, Numbers, kill_fetching, loop, npy, npy_shards, s3, stream, whole
 
-import cseq
+from cseq import store
 
 pytest.importorskip("obstore")
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fcntl")
 
-SHARDS, ROWS, WIDTH, BATCH = 8, 40, 500, 16
-RETRIES = {
-    "max_retries": 2,
-    "retry_timeout": timedelta(seconds=20),
-    "backoff": {
-        "init_backoff": timedelta(milliseconds=10),
-        "max_backoff": timedelta(milliseconds=50),
-        "base": 2,
-    },
-}
-KEY = "train/{:02}.npy"
-
-
-def shard(number, add=0):
-    """Make the .npy file of a shard whose rows all differ."""
-    first = sum(size(each) for each in range(number))
-    draw = np.random.default_rng(0).integers(0, 256, (1, WIDTH))
-    table = (draw + np.arange(first, first + size(number))[:, None] * 7 + add) % 256
-    file = io.BytesIO()
-    np.save(file, table.astype(np.uint8))
-    return file.getvalue()
-
-
-def size(number):
-    """Return the number of samples of a shard; no two shards are the same size."""
-    return ROWS + number
-
-
-SIZES = [size(number) for number in range(SHARDS)]
+WINDOW, BATCH, WIDTH = 2, 16, 125
+# No two shards have the same size.
+SIZES = [40 + number for number in range(8)]
 TOTAL = sum(SIZES)
-
-
-@functools.cache
-def table():
-    """Return all samples, in the order of the shards."""
-    return np.concatenate([np.load(io.BytesIO(shard(number))) for number in range(SHARDS)])
-
-
-def truth(epochs=1, window=2):
-    """Return the stream of the same samples from memory."""
-    order = cseq.Blocks(SIZES, window)
-    with INLINE.start(table(), TOTAL, batch_size=BATCH, order=order) as batches:
-        return [batch.copy() for _ in range(epochs) for batch in batches]
+SHARDS = npy_shards(SIZES, WIDTH)
+BRIEF, LONGEST = timedelta(milliseconds=10), timedelta(milliseconds=50)
+BACKOFF = {"init_backoff": BRIEF, "max_backoff": LONGEST, "base": 2}
+RETRIES = {"retry_timeout": timedelta(seconds=20), "backoff": BACKOFF}
+KEY = "train/{:03}.npy"
 
 
 @pytest.fixture
 def server():
     """Return a server with the shards."""
-    objects = {KEY.format(number): shard(number) for number in range(SHARDS)}
-    with S3Server(objects) as running:
+    with S3Server(SHARDS) as running:
         yield running
 
 
-def read(server, cache, **options):
-    """Make the reader; its store retries requests twice, after a short pause."""
-    from cseq import store
-
-    made = s3(server, retry_config=RETRIES)
-    return store.Npy("train/", cache=cache, store=made, **{"timeout": 20, **options})
-
-
-def epoch(kind, rows, epochs=1, **options):
-    """Return the batches that a loop gets in an epoch."""
-    order = rows.order(window=2)
-    with kind.start(rows, len(rows), batch_size=BATCH, order=order, **options) as batches:
-        return [batch.copy() for _ in range(epochs) for batch in batches]
-
-
-def is_right(stream, expected):
-    """Return whether two streams have the same batches."""
-    return len(stream) == len(expected) and all(map(np.array_equal, stream, expected))
+def read(server, cache, kind=store.Npy, max_retries=2, **options):
+    """Make the reader; its store retries requests after a short pause."""
+    made = s3(server, retry_config=RETRIES | {"max_retries": max_retries})
+    return kind("train/", cache=cache, store=made, **{"timeout": 20, **options})
 
 
 # Passing faults: how often a shard fails before it comes.
 PASSING = {
-    "503": {"kind": "503", "times": 2},
+    "503": {"kind": "503", "times": 2}, "500": {"kind": "500", "times": 2},
     "503 with Retry-After": {"kind": "503", "times": 1, "retry_after": 1},
-    "500": {"kind": "500", "times": 2},
-    "refused": {"kind": "refuse", "times": 2},
-    "cut": {"kind": "cut", "times": 2},
-    "cut at once": {"kind": "cut", "times": 2, "at": 0.0},
-    "half": {"kind": "half", "times": 2},
-    "stall": {"kind": "stall", "times": 1},
-    "hang": {"kind": "hang", "times": 1},
-}
+    "refused": {"kind": "refuse", "times": 2}, "cut": {"kind": "cut", "times": 2},
+    "cut at once": {"kind": "cut", "times": 2, "at": 0.0}, "half": {"kind": "half", "times": 2},
+    "stall": {"kind": "stall", "times": 1}, "hang": {"kind": "hang", "times": 1},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", PASSING)
@@ -115,28 +60,69 @@ def test_what_passes_changes_nothing(server, tmp_path, fault):
     server.forget()
     server.fail(**PASSING[fault])
     kind = FEW[list(PASSING).index(fault) % len(FEW)]
-    assert is_right(epoch(kind, rows), truth())
+    assert loop(kind, rows, WINDOW, BATCH) == stream(SIZES, WINDOW, BATCH)
     times = PASSING[fault]["times"]
-    for number in range(SHARDS):
-        seen = [one.fault for one in server.log(KEY.format(number), "GET")]
+    for key in SHARDS:
+        seen = [one.fault for one in server.log(key, "GET")]
         assert [fault for fault in seen if fault] == [PASSING[fault]["kind"]] * times
-    assert rows.stats().fetched == SHARDS
+    assert rows.stats().fetched == len(SIZES)
 
 
 def test_without_a_timeout_slow_answers_are_awaited(server, tmp_path):
     """`timeout=None` means no limit."""
     server.slow(0.3)
-    assert is_right(epoch(FEW[0], read(server, tmp_path, timeout=None)), truth())
+    rows = read(server, tmp_path, timeout=None)
+    assert loop(FEW[0], rows, WINDOW, BATCH) == stream(SIZES, WINDOW, BATCH)
 
 
+# The reader, its files, and the sizes of the parts that it fetches.
+FORMATS = {
+    "npy": (store.Npy, SHARDS, SIZES),
+    "tar": (store.Tar, sharded.tar_shards([7, 12, 9, 11, 8]), [7, 12, 9, 11, 8]),
+    "parquet": (store.Parquet, sharded.parquet_shards([25, 40, 7]), [10, 10, 5, 10, 10, 10, 10, 7]),
+}
+every_format = pytest.mark.parametrize(
+    ("reader", "files", "sizes"), FORMATS.values(), ids=list(FORMATS)
+)
+
+
+@pytest.mark.needs("Linux")
+@pytest.mark.parametrize("kind", KINDS, ids=by_name)
+@every_format
+def test_each_part_is_fetched_once(reader, files, sizes, kind, tmp_path):
+    """The first epoch or the index requests each part once, and the next epoch none."""
+    with S3Server(files) as server:
+        rows = read(server, tmp_path, reader, limit="1 MB")
+        is_indexed = whole(server) == len(sizes)
+        assert is_indexed == (reader is store.Tar)
+        assert rows.sizes.tolist() == sizes
+        server.forget()
+        assert loop(kind, rows, WINDOW, BATCH, 2) == stream(sizes, WINDOW, BATCH, 2)
+        parts = {(one.key, one.span) for one in server.log()}
+        assert len(parts) == server.count() == (0 if is_indexed else len(sizes))
+        assert rows.stats().fetched == len(sizes)
+
+
+def empty(cache):
+    """Remove the parts that were fetched."""
+    for path in (cache / "shards").iterdir():
+        path.unlink()
+
+
+@pytest.mark.needs("Linux")
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
-def test_chance(server, tmp_path, kind):
-    """Over two epochs, one request in five fails in any of these ways; the stream is unchanged."""
-    rows = read(server, tmp_path)
-    for fault in ("503", "cut", "half", "refuse"):
-        server.fail(fault, chance=0.05)
-    assert is_right(epoch(kind, rows, epochs=2), truth(epochs=2))
-    assert any(one.fault for one in server.log())
+@every_format
+def test_a_kill_and_requests_that_fail_change_nothing(reader, files, sizes, kind, tmp_path):
+    """The fetching process is killed while every fourth request fails; the stream is unchanged."""
+    with S3Server(files) as server:
+        rows = read(server, tmp_path, reader, max_retries=9, limit="1 MB")
+        rows[0]
+        kill_fetching(tmp_path)
+        empty(tmp_path)
+        for fault in ("503", "cut", "half", "refuse"):
+            server.fail(fault, chance=0.06)
+        assert loop(kind, rows, WINDOW, BATCH, 2) == stream(sizes, WINDOW, BATCH, 2)
+        assert any(one.fault for one in server.log())
 
 
 # Lasting faults, and the words of their errors.
@@ -159,44 +145,50 @@ def test_what_lasts_is_a_clear_error(server, tmp_path, fault):
     rows = read(server, tmp_path, timeout=0.2 if fault == "stall" else 20)
     server.fail(key=KEY.format(3), **options)
     pool = FEW[list(LASTING).index(fault) % len(FEW)]
-    said = said.format(nbytes=len(shard(3)), half=len(shard(3)) // 2)
-    with pool.start(rows, len(rows), batch_size=BATCH, order=rows.order(window=2)) as batches:
-        with pytest.raises(kind, match=re.escape(said)) as caught:
+    nbytes = len(SHARDS[KEY.format(3)])
+    said = re.escape(said.format(nbytes=nbytes, half=nbytes // 2))
+    options = {"batch_size": BATCH, "order": rows.order(window=WINDOW), "seed": SEED}
+    with pool.start(Numbers(rows), TOTAL, **options) as batches:
+        with pytest.raises(kind, match=said) as caught:
             for _ in batches:
                 pass
         assert KEY.format(3) in str(caught.value)
         server.heal()
-        for batch, expected in zip(batches, truth(epochs=2)[-len(batches) :], strict=True):
-            assert np.array_equal(batch, expected)
+        rest = [number for batch in batches for number in batch.tolist()]
+    assert rest == stream(SIZES, WINDOW, BATCH, 2)[TOTAL:]
 
 
-def test_changed_shards(server, tmp_path):
-    """If a shard was replaced, the error names the remedy: a new folder, with the new shard."""
-    rows = read(server, tmp_path / "old")
-    other = shard(5, add=100)
-    server.put(KEY.format(5), other)
-    with pytest.raises(ValueError, match=r"05\.npy.* has changed .*different cache="):
-        epoch(FEW[-1], rows)
-    new = read(server, tmp_path / "new")
-    found = np.concatenate(epoch(INLINE, new))
-    assert not np.array_equal(found, np.concatenate(truth()))
-    expected = table().copy()
-    first = sum(SIZES[:5])
-    expected[first : first + size(5)] = np.load(io.BytesIO(other))
-    assert sorted(map(bytes, found)) == sorted(map(bytes, expected))
+@pytest.mark.needs("Linux")
+@every_format
+def test_changed_shards(reader, files, sizes, tmp_path):
+    """If a shard was replaced, the error names it and the remedy."""
+    key = [*files][1]
+    with S3Server(files) as server:
+        rows = read(server, tmp_path, reader, limit="1 MB")
+        empty(tmp_path)
+        server.put(key, files[key][::-1])
+        said = rf"{key}.* has changed since its index was made.*different cache="
+        with pytest.raises(ValueError, match=said):
+            loop(FIRST_PROCESS, rows, WINDOW, BATCH)
 
 
-def test_next_run_with_a_changed_shard(server, tmp_path, run_anew):
-    """A kept folder is compared with the store when it is next opened."""
-    script = (
-        "from obstore.store import S3Store\nfrom cseq import store\n"
-        f"there = S3Store('any', **{server.options!r})\n"
-        f"rows = store.Npy('train/', cache={str(tmp_path / 'cache')!r}, store=there)\n"
-        "print(rows[:].sum())\n"
-    )
-    done = run_anew(script)
-    assert (done.returncode, done.stdout) == (0, f"{table().sum()}\n"), done.stderr
-    server.put(KEY.format(5), shard(5, add=1))
-    done = run_anew(script)
+SUM = """
+import sys
+from obstore.store import S3Store
+from cseq import store
+rows = store.Npy("train/", cache=sys.argv[1], store=S3Store("any", **eval(sys.argv[2])))
+print(rows[:][:, 0].sum())
+"""
+
+
+def test_next_run_with_a_changed_shard(server, run_anew):
+    """A kept folder is compared with the store when it is next opened; a new one has the shard."""
+    given = repr(server.options)
+    done = run_anew(SUM, "old", given)
+    assert (done.returncode, done.stdout) == (0, f"{sum(range(TOTAL))}\n"), done.stderr
+    server.put(KEY.format(0), npy(1000, SIZES[0], WIDTH))
+    done = run_anew(SUM, "old", given)
     assert done.returncode == 1
-    assert re.search(r"ValueError: shard .*05\.npy.* has changed .*different cache=", done.stderr)
+    assert re.search(r"ValueError: shard .*000\.npy.* has changed .*different cache=", done.stderr)
+    done = run_anew(SUM, "new", given)
+    assert int(done.stdout) == sum(range(TOTAL)) + 1000 * SIZES[0], done.stderr

@@ -106,11 +106,34 @@ def stream(sizes, window, batch_size, epochs=1):
     return [k for epoch in range(epochs) for k in flat(order, batch_size, seed=SEED, epoch=epoch)]
 
 
-def loop(kind, indexer, reader, window, batch_size, epochs=1):
-    """Return the numbers that a training loop receives from an indexer of a reader's samples."""
+class Numbers:
+    """An indexer of the numbers in a reader's samples, which checks that each sample is whole."""
+
+    def __init__(self, reader):
+        self.reader = reader
+
+    def __getitem__(self, indices):
+        found = self.reader[indices]
+        if isinstance(found, dict):
+            numbers = found["number"]
+            assert (found["half"] == numbers / 2).all()
+            assert (found["pair"] == np.stack([numbers, -numbers], 1)).all()
+            return numbers
+        if isinstance(found, list):
+            numbers = [int(sample["cls"]) for sample in found]
+            for number, sample in zip(numbers, found, strict=True):
+                assert sample["bin"] == bytes([number % 256]) * (number + 1)
+                assert sample["__key__"] == f"some/{number:04}"
+            return np.array(numbers)
+        assert (found == found[:, :1]).all()
+        return found[:, 0]
+
+
+def loop(kind, reader, window, batch_size, epochs=1):
+    """Return the numbers in the samples that a training loop receives from a reader."""
     options = {"batch_size": batch_size, "order": reader.order(window=window), "seed": SEED}
-    with kind.start(indexer, len(reader), **options) as batches:
-        return np.concatenate([batch.copy() for _ in range(epochs) for batch in batches]).tolist()
+    with kind.start(Numbers(reader), len(reader), **options) as batches:
+        return np.concatenate([batch for _ in range(epochs) for batch in batches]).tolist()
 
 
 def fetching(cache):
