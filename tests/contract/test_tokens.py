@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kinds import INLINE, PARALLEL, by_name
 from token_data import Listed, expected, random_documents, write_flat, write_megatron
 
 import cseq
@@ -44,16 +45,9 @@ def reader_of(kind, folder, name, documents):
 KINDS = ("megatron", "flat", "end", "listed")
 
 
-def work_of(document_ids):
-    """Return the work of attention: the sum of the squares of the pieces' lengths."""
-    rows = [np.unique(row[row >= 0], return_counts=True)[1] for row in document_ids]
-    return sum(int((lengths**2).sum()) for lengths in rows)
-
-
 def batches_of(rows, **options):
     """Return the batches of an epoch, made without workers."""
-    given = {"num_workers": 0, "batch_size": 3, "seed": 5, "out_type": "null"} | options
-    with cseq.MPSequence(rows, **given).start() as batches:
+    with INLINE.start(rows, None, **{"batch_size": 3, "seed": 5, **options}) as batches:
         return [as_lists(batch) for batch in batches]
 
 
@@ -121,42 +115,16 @@ def test_a_mask_of_the_loss(tmp_path):
         assert batches_of(rows) == wanted
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
-def test_positions_alone_keep_documents_apart(tmp_path, packing, flat):
-    """A mask made from ``positions == 0`` hides other documents and padding from every token."""
-    rng = np.random.default_rng(3)
-    documents = random_documents(rng, 200, 16)
-    # A token tells its document and its position.
-    numbered = [[100 * k + at + 1 for at in range(len(each))] for k, each in enumerate(documents)]
-    source = Listed(numbered)
-    rows = tokens.Rows(source, 16, packing=packing, flat=flat)
-    for batch in batches_of(rows):
-        for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
-            begins = np.cumsum(np.array(positions) == 0)
-            assert begins[0] == 1
-            for begin in range(1, begins[-1] + 1):
-                seen = np.array(ids)[begins == begin]
-                assert len({*((seen - 1) // 100).tolist()}) == 1
-                assert not seen.any() or np.diff(seen).tolist() == [1] * (len(seen) - 1)
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", "thread"])
-def test_every_kind_of_worker_reads_the_same(tmp_path, method):
+@pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
+def test_every_kind_of_worker_reads_the_same(tmp_path, kind):
     """Worker processes and threads get the sources, and open the files themselves."""
     rng = np.random.default_rng(4)
-    documents = {kind: [[*each, 0] for each in random_documents(rng, 30, 16)] for kind in KINDS}
-    sources = {kind: reader_of(kind, tmp_path, kind, documents[kind]) for kind in KINDS}
+    documents = {name: [[*each, 0] for each in random_documents(rng, 30, 16)] for name in KINDS}
+    sources = {name: reader_of(name, tmp_path, name, documents[name]) for name in KINDS}
     weights = dict.fromkeys(KINDS, 1)
     rows = tokens.Rows(sources, 16, weights, epoch_size=40, keys=ALL)
-    wanted = batches_of(rows)
-    options = {"batch_size": 3, "seed": 5, "out_type": "null", "num_workers": 2}
-    if method == "thread":
-        manager = cseq.MTSequence(rows, **options)
-    else:
-        manager = cseq.MPSequence(rows, start_method=method, **options)
-    with manager.start() as batches:
-        assert [as_lists(batch) for batch in batches] == wanted
+    with kind.start(rows, None, batch_size=3, seed=5) as batches:
+        assert [as_lists(batch) for batch in batches] == batches_of(rows)
 
 
 def test_shares_count_tokens(tmp_path):
@@ -189,26 +157,17 @@ def test_tables_in_a_folder(tmp_path, packing):
 
 
 @pytest.mark.parametrize("balance", ["step", "window", "epoch"])
-def test_ranks_have_equal_work(tmp_path, balance):
-    """With `step`, an epoch has the same rows, and ranks wait less for each other."""
+def test_rows_are_dealt_by_their_work(balance):
+    """With `step`, an epoch has the same rows, in the order of `cseq.Balanced`."""
     rng = np.random.default_rng(8)
-    lengths = rng.lognormal(4, 1.2, 3000).clip(1, 2000).astype(int)
+    lengths = rng.lognormal(4, 1.2, 1000).clip(1, 2000).astype(int)
     source = Listed([[1] * length for length in lengths.tolist()])
-    slowest, contents = [], []
-    for step in (None, 32):
-        rows = tokens.Rows(source, 512, step=step, balance=balance if step else "step")
-        ranks = []
-        for rank in range(8):
-            given = {"num_workers": 0, "batch_size": 4, "seed": 5, "out_type": "null"}
-            manager = cseq.MPSequence(rows, shard=(rank, 8), drop_last=True, **given)
-            with manager.start() as batches:
-                ranks.append([work_of(batch["document_ids"]) for batch in batches])
-        work = np.array(ranks)
-        slowest.append((work.max(0) / work.mean(0)).mean())
-        units = range(rows.order.units)
-        contents.append(sorted(tuple(sorted(rows.locate(k, seed=5))) for k in units))
-    assert contents[0] == contents[1]
-    assert slowest[1] < 1 + (slowest[0] - 1) / 3
+    plain, rows = tokens.Rows(source, 512), tokens.Rows(source, 512, step=32, balance=balance)
+    wanted = cseq.Balanced(plain.order, 32, over=balance)
+    assert rows.order.facts() == wanted.facts()
+    assert rows.order.batches(seed=5) == wanted.batches(seed=5) != plain.order.batches(seed=5)
+    pieces = [[each.locate(k, seed=5) for k in range(each.order.units)] for each in (plain, rows)]
+    assert sorted(map(sorted, pieces[0])) == sorted(map(sorted, pieces[1]))
 
 
 def test_types_and_keys(tmp_path):
@@ -240,9 +199,13 @@ def test_tokens_fit_in_the_type(tmp_path):
                 assert batch["input_ids"] == [[*range(number)]]
 
 
-def test_a_sequence_takes_the_order_of_its_indexer(tmp_path):
-    """An indexer's order is used unless another is given; `shuffle` with it is an error."""
-    rows = tokens.Rows(reader_of("flat", tmp_path, "f", [[1, 2, 3, 4], [5, 6]]), 4)
+def test_a_sequence_takes_the_order_of_its_indexer():
+    """An indexer's order is used unless another is given; `shuffle` with it is an error.
+
+    Rows that are longer than the indexer's are another, not a batch without their rest.
+    """
+    source = Listed([[1, 2, 3, 4], [5, 6]])
+    rows = tokens.Rows(source, 4)
     order = cseq.MPSequence(rows, batch_size=1, seed=1)
     assert order.dset_size == 6
     assert len(order) == 2
@@ -250,14 +213,8 @@ def test_a_sequence_takes_the_order_of_its_indexer(tmp_path):
         cseq.MPSequence(rows, shuffle=False)
     other = cseq.Resized(rows.order, 5)
     assert len(cseq.MPSequence(rows, batch_size=1, seed=1, order=other)) == 5
-
-
-def test_an_order_of_other_rows_is_refused(tmp_path):
-    """Rows that are longer than these are an error, not a batch without their rest."""
-    source = reader_of("flat", tmp_path, "f", [[1, 2, 3, 4], [5, 6]])
-    longer = tokens.Rows(source, 6).order
     with pytest.raises(ValueError, match="pieces beyond the end of a row of 3 tokens"):
-        batches_of(tokens.Rows(source, 3), order=longer)
+        batches_of(tokens.Rows(source, 3), order=tokens.Rows(source, 6).order)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -289,13 +246,11 @@ def test_what_is_wrong_is_said(wrong, said):
         tokens.Rows(**given)
 
 
-def test_a_row_beyond_the_epoch(tmp_path):
+def test_a_row_beyond_the_epoch():
     """`locate` names the valid rows."""
-    rows = tokens.Rows(reader_of("flat", tmp_path, "f", [[1, 2, 3, 4], [5, 6]]), 4)
-    assert sorted(rows.locate(0, seed=1) + rows.locate(1, seed=1)) == [
-        ("f", 0, 0, 4),
-        ("f", 1, 0, 2),
-    ]
+    rows = tokens.Rows(Listed([[1, 2, 3, 4], [5, 6]]), 4)
+    found = rows.locate(0, seed=1) + rows.locate(1, seed=1)
+    assert sorted(found) == [("listed", 0, 0, 4), ("listed", 1, 0, 2)]
     with pytest.raises(IndexError, match="row=2 is out of range for an epoch of 2 rows"):
         rows.locate(2, seed=1)
 

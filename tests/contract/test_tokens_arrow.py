@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from token_data import expected, in_another_process, random_documents
+from token_data import documents_of, expected, in_another_process, random_documents
 
 import cseq
 from cseq import tokens
@@ -27,11 +27,6 @@ def table_of(kind=None, **columns):
     """Return a table of lists, in several chunks."""
     whole = pa.table({name: pa.array(lists, kind) for name, lists in columns.items()})
     return pa.concat_tables([whole.slice(0, 2), whole.slice(2, 2), whole.slice(4)])
-
-
-def documents_of(source):
-    """Read all documents of a source."""
-    return [source.read(k, 0, int(source.lengths[k])).tolist() for k in range(len(source))]
 
 
 @pytest.mark.parametrize("of", ["int32", "uint16", "int64"])
@@ -142,17 +137,15 @@ def test_what_is_no_table(tmp_path):
     # The head of a page, and half of the file, are lost.
     for damaged in (whole[:8] + bytes(32) + whole[40:], whole[:-50]):
         paths[3].write_bytes(damaged)
-        with pytest.raises(
-            ValueError, match=r"d\.parquet.*; pass a Parquet file, or write this one"
-        ):
+        said = r"d\.parquet.*; pass a Parquet file, or write this one"
+        with pytest.raises(ValueError, match=said):
             tokens.Arrow(paths[3])
-    with pytest.raises(ValueError, match=r"b\.parquet: the file has 'input_ids' of type li.*int32"):
-        tokens.Arrow(paths[:2])
-    with pytest.raises(ValueError, match=r"c\.parquet: the file has no such column, but .*a\.parq"):
-        tokens.Arrow([paths[0], paths[2]])
-    with pytest.raises(FileNotFoundError, match=r"e\.parquet"):
-        tokens.Arrow(tmp_path / "e.parquet")
-    with pytest.raises(TypeError, match=r"data=7 is not a table; pass a pyarrow\.Table"):
-        tokens.Arrow(7)
-    with pytest.raises(ValueError, match=r"data=\[\] is empty; pass at least one Parquet file"):
-        tokens.Arrow([])
+    for given, error, said in (
+        (paths[:2], ValueError, r"b\.parquet: the file has 'input_ids' of type li.*int32"),
+        (paths[:3:2], ValueError, r"c\.parquet: the file has no such column, but .*a\.parq"),
+        (tmp_path / "e.parquet", FileNotFoundError, r"e\.parquet"),
+        (7, TypeError, r"data=7 is not a table; pass a pyarrow\.Table"),
+        ([], ValueError, r"data=\[\] is empty; pass at least one Parquet file"),
+    ):
+        with pytest.raises(error, match=said):
+            tokens.Arrow(given)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from token_data import CODES, in_another_process, random_documents, write_flat, write_megatron
+import token_data
+from token_data import CODES, documents_of, in_another_process, write_flat, write_megatron
 
 from cseq import tokens
 
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
-
-
-def documents_of(source):
-    """Read all documents of a source."""
-    return [source.read(k, 0, int(source.lengths[k])).tolist() for k in range(len(source))]
 
 
 @pytest.mark.parametrize("dtype", CODES)
@@ -124,25 +120,19 @@ def test_lengths_by_offsets_are_kept_in_a_cache(tmp_path):
     assert len(os.listdir(tmp_path)) == 3
 
 
-def found(path, answers):
-    """Return the number of documents, counted in another process."""
-    answers.put(len(tokens.Flat(path, "uint16", end=0)))
+def found(path):
+    """Return the number of documents."""
+    return len(tokens.Flat(path, "uint16", end=0))
 
 
 @pytest.mark.needs("fork")
 def test_processes_that_ask_at_once(tmp_path):
     """One finds the documents, the others wait; only the lengths remain."""
-    path = str(tmp_path / "a.bin")
     write_flat(tmp_path / "a.bin", [[1] * 99 + [0]] * 1000)
-    context = get_context("fork")
-    answers = context.SimpleQueue()
-    processes = [context.Process(target=found, args=(path, answers)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    assert [answers.get() for _ in processes] == [1000] * 4
-    for process in processes:
-        process.join()
-    answers.close()
+    with get_context("fork").Pool(4) as pool:
+        assert pool.map(found, [tmp_path / "a.bin"] * 4, 1) == [1000] * 4
+        pool.close()
+        pool.join()
     assert len(os.listdir(tmp_path)) == 2
 
 
@@ -166,7 +156,7 @@ def test_fingerprints_differ_with_tokens(tmp_path):
     rng = np.random.default_rng(1)
     prints = set()
     for number in range(20):
-        offsets = write_flat(tmp_path / f"{number}.npy", random_documents(rng, 20, 8))
+        offsets = write_flat(tmp_path / f"{number}.npy", token_data.random_documents(rng, 20, 8))
         prints.add(tokens.Flat(tmp_path / f"{number}.npy", offsets=offsets).fingerprint)
     assert len(prints) == 20
 

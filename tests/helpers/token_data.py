@@ -51,6 +51,11 @@ def in_another_process(source, *args):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def documents_of(source):
+    """Read all documents of a source."""
+    return [source.read(k, 0, int(source.lengths[k])).tolist() for k in range(len(source))]
+
+
 class Listed:
     """A user's object as a source: documents in lists, and masks if given."""
 
