@@ -170,6 +170,14 @@ def test_ranks_have_equal_work(kind, over):
         assert each <= 1.1
 
 
+def test_without_balance_ranks_wait():
+    """The test measures unbalanced rows, for comparison with the bounds."""
+    inner = KINDS["packed"](LENGTHS[:60_000], ROW)
+    plain = cseq.Balanced(inner, 64, together=64)
+    plain.reader = inner.reader
+    assert slowest(plain, 64, 1)[1] > 3
+
+
 def test_rows_are_dealt_to_whom_has_least():
     """The next row goes to the rank with the least work that has room in its batch."""
     works = np.array([9.0, 8, 7, 3, 2, 1])
