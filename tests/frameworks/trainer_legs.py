@@ -3,6 +3,10 @@
 The network has dropout, and the collator masks at random.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 import legs
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
@@ -11,7 +15,7 @@ from cseq.adapters.transformers import SeedEpochs
 
 EPOCHS = 3
 # How the Trainer draws, and whether that needs `SeedEpochs`.
-SAMPLERS = [
+SAMPLERS: list[tuple[dict[str, Any], bool]] = [
     ({}, False),
     ({"data_seed": 5}, False),
     ({"train_sampling_strategy": "sequential"}, True),
