@@ -18,13 +18,10 @@ class Numbers:
 
     def __init__(self, number, num_workers):
         self.number = number
-        self.num_workers = num_workers
-        self.epochs = 0
         self.made = 0
 
     def begin(self, length):
         self.length = length
-        self.epochs += 1
         self.made = 0
         return "begun", self.number, length
 
@@ -99,6 +96,9 @@ class Broken(Numbers):
     def fail(self):
         raise self.error()
 
+    def stop(self):
+        raise StopIteration
+
     def error(self):
         return TwoArguments(self.number, "broken")
 
@@ -109,10 +109,3 @@ class TwoArguments(Exception):
 
     def __str__(self):
         return "{}: {}".format(*self.args)
-
-
-def one_alone(number, num_workers, length, kind):
-    """Return all items of one producer that runs here."""
-    producer = kind(number, num_workers)
-    producer.begin(length)
-    return list(producer.items(0))

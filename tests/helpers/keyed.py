@@ -1,18 +1,9 @@
 """Streams of keyed items, and iterators that draw the keys."""
 
-from __future__ import annotations
-
-import os
-import threading
-from typing import Any
-
 import numpy as np
 from kinds import QUICKEST
 
 from cseq.stream import Streams
-
-# Seconds between two looks at a state that nothing signals.
-PAUSE = 0.0005
 
 
 class Makes:
@@ -20,34 +11,13 @@ class Makes:
 
     def __init__(self, number, num_workers):
         self.number = number
-        self.num_workers = num_workers
-        self.assignment: Any = None
-        self.made = 0
+        self.assignment = None
 
     def begin(self, assignment):
         self.assignment = assignment
-        self.made = 0
-        return assignment
 
     def make(self, key):
-        self.made += 1
         return self.number, key, np.full(3, self.number)
-
-    def items(self, start):
-        for k in range(start, self.assignment):
-            yield self.make([k])
-
-    def add(self, a, b):
-        return self.number, a + b
-
-    def assigned(self):
-        return self.assignment
-
-    def pid(self):
-        return os.getpid()
-
-    def fail(self):
-        raise ZeroDivisionError("in a call")
 
 
 def streams(producer=Makes, num_workers=2, **options):
@@ -72,23 +42,16 @@ def keys_of(items):
 
 
 class Counting:
-    """An iterator that records how many keys were drawn, and in which threads."""
+    """An iterator that records how many keys were drawn."""
 
     def __init__(self, keys):
         self.keys = iter(keys)
         self.drawn = 0
-        self.threads: set[int] = set()
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        self.threads.add(threading.get_ident())
         key = next(self.keys)
         self.drawn += 1
         return key
-
-
-class TwoArguments(Exception):
-    def __init__(self, first, second):
-        super().__init__(first, second)

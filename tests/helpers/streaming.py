@@ -3,6 +3,9 @@
 from cseq.engine._streams import Request
 from cseq.memory._slots import TRAINER
 
+# Where a signal handler may raise in a stream's calls.
+STEPS = ("stream.py", "engine/", "runs.py", "encoding/", "memory/arena.py")
+
 
 def lost_slots(s):
     """Return the slots in use without a purpose, or all slots if any is leased."""

@@ -8,37 +8,28 @@ import time
 from functools import partial
 
 import pytest
-from keyed import (
-    PAUSE,
-    Counting,
-    Makes,
-    TwoArguments,
-    begin,
-    keys_of,
-    lists,
-    streams,
-)
+from counting import TwoArguments
+from keyed import Counting, Makes, begin, keys_of, lists, streams
 from streaming import lost_slots
-
-# -- order and laziness
-
-
-@pytest.mark.parametrize("prefetch", [1, 2, 10, 70])
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 200])
-def test_items_come_in_the_order_of_the_keys(prefetch, count):
-    """Worker k mod N makes key k, whose item is the k-th."""
-    for workers in (1, 3):
-        with streams(num_workers=workers, prefetch=prefetch) as s:
-            for _ in range(2):
-                begin(s, lists(count))
-                assert [item[:2] for item in s] == [
-                    (k % workers, key) for k, key in enumerate(lists(count))
-                ]
-                assert list(s) == []
-            assert not lost_slots(s)
+from waiting import until
 
 
-# -- the keys
+@pytest.mark.parametrize("prefetch", [1, 2, 3, 10, 70])
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("assign", ["turn", "free"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_key_is_made_once(workers, assign, ordered, prefetch):
+    """Items come in the order of the keys, if that is asked for; worker k mod N makes key k."""
+    with streams(num_workers=workers, prefetch=prefetch) as s:
+        for count in (0, 0, 1, 2, 2, 3, 5, 7, 7, 200, 400):
+            begin(s, lists(count), ordered=ordered, assign=assign)
+            got = [item[:2] for item in s]
+            keys = keys_of(got)
+            assert (keys if ordered else sorted(keys, key=lambda key: key[0])) == lists(count)
+            if ordered and assign == "turn":
+                assert [worker for worker, _ in got] == [k % workers for k in range(count)]
+            assert list(s) == []
+        assert not lost_slots(s)
 
 
 def test_a_key_is_taken_as_it_is_when_it_is_drawn():
@@ -56,29 +47,19 @@ def test_a_key_is_taken_as_it_is_when_it_is_drawn():
             assert keys_of(s) == [[k] for k in range(300)]
 
 
-class Unpicklable:
-    """Cannot be pickled, for several reasons."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-
-
 def test_a_key_that_cannot_be_pickled():
     """An error names the key, after the items of the keys before; the epoch is then over."""
     with streams() as s:
         with pytest.raises(TypeError, match="key 3 of epoch 0"):
-            begin(s, [[0], [1], [2], Unpicklable()])
+            begin(s, [[0], [1], [2], threading.Lock()])
         with pytest.raises(InterruptedError):
             next(iter(s))
-        begin(s, [[0], [1], [2], [3], [4], Unpicklable(), [6]])
+        begin(s, [[0], [1], [2], [3], [4], threading.Lock(), [6]])
         assert keys_of(itertools.islice(s, 5)) == [[k] for k in range(5)]
         with pytest.raises(TypeError, match="key 5 of epoch 1"):
             next(iter(s))
         assert list(s) == []
         assert not lost_slots(s)
-
-
-# -- exceptions
 
 
 def fail_to_unpickle(pid):
@@ -95,36 +76,12 @@ class Homebound:
         return fail_to_unpickle, (os.getpid(),)
 
 
-class MakesHomebound(Makes):
-    """Two of its items cannot be read."""
-
-    def make(self, key):
-        return (0, key, Homebound()) if key[0] in (2, 7) else super().make(key)
-
-
-@pytest.mark.parametrize("ordered", [True, False])
-def test_an_item_that_cannot_be_read_is_an_exception(ordered):
-    """It is raised in its place, once; the items after it come."""
-    with streams(MakesHomebound) as s:
-        begin(s, lists(10), ordered=ordered)
-        got = []
-        raised = []
-        items = iter(s)
-        while len(got) + len(raised) < 10:
-            try:
-                got.append(next(items)[1])
-            except TwoArguments as error:
-                raised.append(error.args[0])
-        assert raised == ["unpickled elsewhere"] * 2
-        assert sorted(got) == [key for key in lists(10) if key[0] not in (2, 7)]
-        assert list(items) == []
-        assert not lost_slots(s)
-
-
 class Broken(Makes):
-    """Raises what its key names, for some keys."""
+    """For some keys, raises what the key names, or makes an item that cannot be read."""
 
     def make(self, key):
+        if key == "home":
+            return 0, key, Homebound()
         if isinstance(key, str):
             raise {"stop": StopIteration, "exit": SystemExit, "two": TwoArguments}[key](key, 2)
         return super().make(key)
@@ -133,7 +90,7 @@ class Broken(Makes):
 @pytest.mark.parametrize("ordered", [True, False])
 def test_an_exception_is_an_answer(ordered):
     """It is raised instead of its item, and the stream continues."""
-    keys = [[0], "two", [2], [3], "two", "stop", [6], "exit", *lists(9)]
+    keys = [[0], "two", [2], "home", [3], "two", "stop", [6], "exit", "home", *lists(9)]
     got = []
     with streams(Broken) as s:
         begin(s, keys, ordered=ordered)
@@ -143,32 +100,34 @@ def test_an_exception_is_an_answer(ordered):
             except (TwoArguments, RuntimeError) as error:
                 got.append(error.args[0])
         assert list(s) == []
-    ends = {
-        key: f"the worker raised {name}: ('{key}', 2)"
-        for key, name in (("stop", "StopIteration"), ("exit", "SystemExit"))
+        assert not lost_slots(s)
+    said = {
+        "stop": "the worker raised StopIteration: ('stop', 2)",
+        "exit": "the worker raised SystemExit: ('exit', 2)",
+        "home": "unpickled elsewhere",
     }
-    expected = [ends.get(str(key), key) for key in keys]
+    expected = [said.get(str(key), key) for key in keys]
     assert got == expected if ordered else sorted(map(str, got)) == sorted(map(str, expected))
-
-
-def raising(error, after):
-    """Draw some keys, then raise a new exception: an old one would make a cycle with this frame."""
-    yield from lists(after)
-    raise error()
 
 
 def test_a_sampler_that_is_interrupted():
     """A generator cannot continue, so the epoch does not just end; other iterators can continue."""
 
+    def drawing():
+        yield from lists(5)
+        raise KeyboardInterrupt
+
     class Once(Counting):
+        pressed = False
+
         def __next__(self):
-            if self.drawn == 5 and not self.threads & {0}:
-                self.threads.add(0)
+            if self.drawn == 5 and not self.pressed:
+                self.pressed = True
                 raise KeyboardInterrupt
             return super().__next__()
 
     with streams() as s:
-        begin(s, raising(KeyboardInterrupt, 5))
+        begin(s, drawing())
         got = keys_of(itertools.islice(s, 1))
         with pytest.raises(KeyboardInterrupt):
             next(iter(s))
@@ -185,23 +144,6 @@ def test_a_sampler_that_is_interrupted():
         assert got + keys_of(s) == lists(9)
 
 
-# -- calls
-
-
-def test_wrong_arguments():
-    """The error names them."""
-    with streams() as s:
-        with pytest.raises(TypeError, match="keys"):
-            s.begin([0, 0], [1, 2])  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="assign"):
-            begin(s, [], assign="any")
-        with pytest.raises(TypeError, match="ordered"):
-            begin(s, [], ordered=2)
-
-
-# -- in no order, and the choice of workers
-
-
 class Gated(Makes):
     """Makes the item of key [2] after a byte from a pipe."""
 
@@ -211,7 +153,7 @@ class Gated(Makes):
 
     def make(self, key):
         while key in ([0], [1]) and not os.path.exists(self.begun):
-            time.sleep(PAUSE)
+            time.sleep(0.0005)
         if key == [2]:
             os.read(self.gate, 1)
         return super().make(key)
@@ -234,8 +176,7 @@ def gated(folder, *, held=False, **options):
 def await_answers(s, worker):
     """Wait until a worker has made all that it was asked for."""
     ring = s._run.pool.rings[worker]
-    while ring.depths()[0] or ring.held(1):
-        time.sleep(PAUSE)
+    until(lambda: not ring.depths()[0] and not ring.held(1))
 
 
 @pytest.mark.needs("POSIX")
@@ -248,8 +189,7 @@ def test_a_slow_item_holds_no_other_up(tmp_path):
             while len(got) < 8:
                 await_answers(s, 1)
                 if not got:
-                    while s._run.pool.rings[0].depths()[2] < 1:
-                        time.sleep(PAUSE)
+                    until(lambda: s._run.pool.rings[0].depths()[2] >= 1)
                 got.append(next(iter(s)))
             gate.write(b"1")
             got += s
@@ -280,25 +220,12 @@ def test_a_slow_item_and_free_keys(tmp_path):
         assert [item[0] for item in got[6:]] == [0] * 4
 
 
-@pytest.mark.parametrize("prefetch", [1, 3, 70])
-@pytest.mark.parametrize(("ordered", "assign"), [(True, "free"), (False, "turn"), (False, "free")])
-def test_every_key_is_made_once(ordered, assign, prefetch):
-    """Any worker may make it, in any order."""
-    with streams(num_workers=3, prefetch=prefetch) as s:
-        for count in (0, 1, 5, 400):
-            begin(s, lists(count), ordered=ordered, assign=assign)
-            got = keys_of(s)
-            assert (got if ordered else sorted(got, key=lambda key: key[0])) == lists(count)
-        assert not lost_slots(s)
-
-
 @pytest.mark.needs("POSIX")
 def test_another_epoch_waits_for_nothing_under_way(tmp_path):
     """Items in work are given up, and their worker continues when it can."""
     with gated(tmp_path, prefetch=2) as (s, gate):
         begin(s, [[2], [1], [0], [1]])
-        while not s._run.pool.rings[0].held(1):
-            time.sleep(PAUSE)
+        until(lambda: s._run.pool.rings[0].held(1))
         for k in range(10, 30):
             begin(s, [[5], [k], [5], [k]], ordered=False)
             assert next(iter(s))[:2] == (1, [k])

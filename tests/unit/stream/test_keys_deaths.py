@@ -1,48 +1,33 @@
 """Keys of workers that die, and signal handlers that raise."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from interrupting import first_hits, in_shares, interrupted
-from keyed import (
-    Counting,
-    Makes,
-    begin,
-    keys_of,
-    streams,
-)
+from keyed import Counting, Makes, begin, keys_of, streams
 from killing import kill
-from streaming import lost_slots
+from streaming import STEPS, lost_slots
 
 import cseq
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-
-# -- workers die
-
 
 class Fatal(Makes):
-    """Dies at some keys, as often as it can create files."""
+    """Dies at some keys, once for each file that it can create."""
 
-    def __init__(self, folder, number, num_workers):
+    def __init__(self, folder, file_of, number, num_workers):
         super().__init__(number, num_workers)
-        self.folder = Path(folder)
+        self.folder, self.file_of = Path(folder), file_of
 
     def make(self, key):
-        if key[0] % 5 == 3:
+        if file := self.file_of(key):
             with contextlib.suppress(FileExistsError):
-                (self.folder / str(key[0])).touch(exist_ok=False)
+                (self.folder / file).touch(exist_ok=False)
                 kill(os.getpid())
-        assert self.assignment == "assigned"
+        assert self.assignment in (0, "assigned")
         return super().make(key)
 
 
@@ -51,7 +36,8 @@ class Fatal(Makes):
 def test_a_dead_worker_s_keys_are_made_by_its_replacement(tmp_path, ordered, assign, long):
     """It makes the same keys, after the epoch's assignment."""
     keys = [[k, 2**70] if long else [k, 1] for k in range(40)]
-    with streams(partial(Fatal, str(tmp_path)), prefetch=3) as s:
+    fatal = partial(Fatal, str(tmp_path), lambda key: str(key[0]) if key[0] % 5 == 3 else "")
+    with streams(fatal, prefetch=3) as s:
         s.begin(["assigned"] * 2, iter(keys), ordered=ordered, assign=assign)
         got = keys_of(s)
         assert (got if ordered else sorted(got)) == keys
@@ -63,9 +49,10 @@ def test_a_dead_worker_s_keys_are_made_by_its_replacement(tmp_path, ordered, ass
     ("fatal", "shown", "indices"),
     [([7, 8], r"\[7, 8\]", [7, 8]), (7, "7", [7]), (("a", 7), r"\('a', 7\)", [("a", 7)])],
 )
-def test_an_item_that_kills_again_and_again_is_named(fatal, shown, indices):
+def test_an_item_that_kills_again_and_again_is_named(tmp_path, fatal, shown, indices):
     """WorkerDied has the key and the process."""
-    with streams(partial(Killing, fatal)) as s:
+    kills = partial(Fatal, str(tmp_path), lambda key: os.urandom(8).hex() if key == fatal else "")
+    with streams(kills) as s:
         begin(s, [[0], [1], fatal, [3]])
         named = rf"item 2 \({shown}\) of worker 0, epoch 0\. This item has killed"
         with pytest.raises(cseq.WorkerDied, match=named) as caught:
@@ -74,32 +61,7 @@ def test_an_item_that_kills_again_and_again_is_named(fatal, shown, indices):
         assert caught.value.pid not in (None, os.getpid())
 
 
-class Killing(Makes):
-    def __init__(self, fatal, number, num_workers):
-        super().__init__(number, num_workers)
-        self.fatal = fatal
-
-    def make(self, key):
-        if key == self.fatal:
-            kill(os.getpid())
-        return super().make(key)
-
-
-# -- signal handlers
-
-STEPS = (
-    "stream.py",
-    "engine/pool.py",
-    "tickets/items.py",
-    "crews/processes.py",
-    "crews/threads.py",
-    "runs.py",
-    "encoding/transport.py",
-    "memory/arena.py",
-    "encoding/codec.py",
-    "encoding/failure.py",
-)
-MIXED: Sequence[Any] = [[0], "one", [2], [3, 2**70], [4], "five", [6], [7], [8]]
+MIXED = [[0], "one", [2], [3, 2**70], [4], "five", [6], [7], [8]]
 
 
 @in_shares
@@ -154,21 +116,9 @@ def end_thread(trainer):
     return 7
 
 
-class Mortal(Makes):
-    def __init__(self, folder, number, num_workers):
-        super().__init__(number, num_workers)
-        self.folder = Path(folder)
-
-    def make(self, key):
-        with contextlib.suppress(FileExistsError):
-            (self.folder / "died").touch(exist_ok=False)
-            kill(os.getpid())
-        return super().make(key)
-
-
 def test_a_key_that_raises_where_a_dead_worker_is_replaced(tmp_path):
     """Whatever the user's class does, the worker is replaced, and no item is missing."""
-    with streams(partial(Mortal, str(tmp_path)), 1) as s:
+    with streams(partial(Fatal, str(tmp_path), lambda _: "died"), 1) as s:
         begin(s, [Awkward(), Awkward()])
         assert keys_of(s) == [7, 7]
         assert s.stats().restarts == 1

@@ -1,9 +1,8 @@
 """Streams: each worker's items in order, bounded and intact, to the end of each epoch."""
 
-from __future__ import annotations
-
+import errno
 import itertools
-import os
+import re
 import threading
 from functools import partial
 from pathlib import Path
@@ -11,25 +10,18 @@ from pathlib import Path
 import held
 import numpy as np
 import pytest
-from counting import (
-    Numbers,
-    in_process,
-    one_alone,
-    plain,
-    streams,
-)
+from counting import METHODS, Numbers, in_process, plain, streams
+from forking import in_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from killing import kill
 from kinds import QUICKEST
+from waiting import until
 
-import cseq
-import cseq.processes.deaths
+from cseq.processes.launcher import processes
 from cseq.stream import Streams
 
-# -- order
-
-UNEVEN: list[tuple[int, ...]] = [(4, 4), (3, 5), (5, 3), (0, 3), (3, 0), (0, 0), (1,), (0,)]
+UNEVEN = [(4, 4), (3, 5), (5, 3), (0, 3), (3, 0), (0, 0), (1,), (0,)]
 UNEVEN += [(2, 4, 4), (5, 1, 3), (9, 0, 1), (0, 0, 2)]
 
 
@@ -45,8 +37,14 @@ def test_uneven_streams_go_round(prefetch):
 
 
 def test_an_iterator_ends_with_its_epoch():
-    """After another `begin`, an older iterator raises InterruptedError."""
+    """Before the first `begin`, `iter` raises InterruptedError; after another, an older iterator.
+
+    `ask` works even before.
+    """
     with streams() as s:
+        assert s.ask("add", 1, 2) == [(0, 3), (1, 3)]
+        with pytest.raises(InterruptedError):
+            iter(s)
         s.begin([4, 4])
         old = iter(s)
         next(old)
@@ -54,17 +52,6 @@ def test_an_iterator_ends_with_its_epoch():
         with pytest.raises(InterruptedError):
             next(old)
         assert plain(s) == in_process([4, 4])
-
-
-def test_before_the_first_epoch():
-    """Without an epoch, `iter` raises InterruptedError, and `ask` works."""
-    with streams() as s:
-        assert s.ask("add", 1, 2) == [(0, 3), (1, 3)]
-        with pytest.raises(InterruptedError):
-            iter(s)
-
-
-# -- bounds
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3, 10, 70, 200])
@@ -77,8 +64,8 @@ def test_the_bound_of_prefetch(prefetch):
             ahead = s.ask("count", worker=0) - taken
             assert 0 <= ahead <= prefetch
             if taken % 10 == 0:
-                while s.ask("count", worker=0) - taken < min(prefetch, 64) // 2:
-                    pass
+                least = taken + min(prefetch, 64) // 2
+                until(lambda least=least: s.ask("count", worker=0) >= least)
             next(items)
 
 
@@ -110,8 +97,7 @@ def test_idle_workers_are_left_asleep():
         items = iter(s)
         taken = [next(items)[1] for _ in range(4)]
         # When all items are ready, the workers sleep, or soon will.
-        while s.stats().depths[2] < 4:
-            pass
+        until(lambda: s.stats().depths[2] >= 4)
         before = [sleeps(pid) for pid in pids[1:]]
         taken += [next(items)[1] for _ in range(100)]
         assert taken == [0] * 4 + list(range(1, 101))
@@ -121,15 +107,8 @@ def test_idle_workers_are_left_asleep():
 
 def sleeps(pid):
     """Count how often a process has gone to sleep."""
-    (line,) = (
-        line
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith("voluntary_ctxt_switches")
-    )
-    return int(line.split()[1])
-
-
-# -- data
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.MULTILINE)[1])
 
 
 class Mixed(Numbers):
@@ -150,9 +129,6 @@ def test_epochs_take_no_more_memory():
         assert held.slots(s).total <= 32
 
 
-# -- the end, in any state
-
-
 class Tidy(Numbers):
     def __init__(self, folder, number, num_workers):
         super().__init__(number, num_workers)
@@ -162,11 +138,15 @@ class Tidy(Numbers):
         (self.folder / f"closed-{self.number}").touch()
 
 
-@pytest.mark.parametrize("state", ["new", "begun", "in the middle", "over", "interrupted"])
+@pytest.mark.parametrize(
+    "state", ["unstarted", "new", "begun", "in the middle", "over", "interrupted"]
+)
 def test_close_from_any_state(tmp_path, state):
     """`close` ends all workers and closes their producers; every later call raises."""
-    s = streams(partial(Tidy, str(tmp_path)))
-    if state != "new":
+    launch = "begin" if state == "unstarted" else "now"
+    s = streams(partial(Tidy, str(tmp_path)), launch=launch)
+    is_begun = state not in ("unstarted", "new")
+    if is_begun:
         s.begin([100, 100])
     if state == "in the middle":
         next(iter(s))
@@ -176,7 +156,9 @@ def test_close_from_any_state(tmp_path, state):
         s.interrupt()
     s.close()
     s.close()
-    if state != "new":
+    if state == "unstarted":
+        assert s.pids() == [None, None]
+    if is_begun:
         # A worker that has not started may be ended before it starts.
         assert {path.name for path in tmp_path.iterdir()} == {"closed-0", "closed-1"}
     with pytest.raises(OSError, match="closed"):
@@ -191,92 +173,118 @@ def test_close_from_any_state(tmp_path, state):
 @pytest.mark.needs("fork")
 def test_a_forked_child_takes_no_items():
     """In a process that the user forks, the streams are unusable and harmless."""
+
+    def act():
+        with pytest.raises(InterruptedError):
+            iter(s)
+        with pytest.raises(OSError, match="forked"):
+            s.begin([1, 1])
+        with pytest.raises(OSError, match="forked"):
+            s.ask("pid")
+        s.close()
+        return True
+
     with streams() as s:
         s.begin([50, 50])
         got = [next(iter(s)) for _ in range(3)]
-        pid = os.fork()
-        if not pid:
-            code = 1
-            try:
-                with pytest.raises(InterruptedError):
-                    iter(s)
-                with pytest.raises(OSError, match="forked"):
-                    s.begin([1, 1])
-                with pytest.raises(OSError, match="forked"):
-                    s.ask("pid")
-                s.close()
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert in_child(act)
         assert plain([*got, *s]) == in_process([50, 50])
 
 
-# -- random histories
+@pytest.mark.parametrize("method", METHODS)
+def test_begin_starts_the_workers(method):
+    """With `launch="begin"`, the first epoch starts them; later ones have the same workers."""
+    with streams(start_method=method, launch="begin") as s:
+        assert s.pids() == [None, None]
+        assert s.begin([7, 5]) == [("begun", 0, 7), ("begun", 1, 5)]
+        pids = s.ask("pid")
+        assert plain(s) == in_process((7, 5))
+        s.begin([2, 3])
+        assert plain(s) == in_process((2, 3))
+        assert s.ask("pid") == pids
 
-LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=3)
+
+class Level(Numbers):
+    def make(self, key):
+        return key
+
+
+def test_keys_that_raise_before_workers_are_started():
+    """Nothing has begun then, and the next call begins."""
+
+    def keys():
+        yield 1
+        raise KeyError("no more")
+
+    with streams(Level, launch="begin") as s:
+        with pytest.raises(KeyError, match="no more"):
+            s.begin([0, 0], keys())
+        assert s.pids() == [None, None]
+        s.begin([0, 0], iter(range(5)))
+        assert list(s) == list(range(5))
+
+
+@pytest.mark.needs("fork")
+@pytest.mark.parametrize("launch", ["now", "begin"])
+def test_a_fork_that_fails(launch, monkeypatch):
+    """The call that starts the workers raises, even if the first one was forked."""
+    fork, forked = processes.fork, []
+
+    def full():
+        if forked:
+            raise OSError(errno.EAGAIN, "full")
+        forked.append(True)
+        return fork()
+
+    monkeypatch.setattr(processes, "fork", full)
+    with (
+        pytest.raises(OSError, match="full"),
+        streams(Level, start_method="fork", launch=launch) as s,
+    ):
+        assert launch == "begin"
+        s.begin([0, 0], iter(range(5)))
+    assert forked
+
+
 STEP = st.one_of(
     st.tuples(st.just("round"), st.integers(1, 30)),
     st.tuples(st.just("ask"), st.integers(0, 2)),
     st.tuples(st.just("kill"), st.integers(0, 2)),
 )
+LENGTHS = st.lists(st.integers(0, 60), min_size=3, max_size=3)
+EPOCHS = st.lists(st.tuples(LENGTHS, st.lists(STEP, max_size=25)), min_size=1, max_size=3)
 
 
 @settings(max_examples=3 if QUICKEST.start_method == "spawn" else 12)
-@given(
-    epochs=LENGTHS.flatmap(
-        lambda first: st.lists(
-            st.tuples(
-                st.lists(st.integers(0, 60), min_size=len(first), max_size=len(first)),
-                st.lists(STEP, max_size=25),
-            ),
-            min_size=1,
-            max_size=3,
-        )
-    ),
-    prefetch=st.sampled_from([1, 2, 3, 8, 40]),
-)
-def test_any_history(epochs, prefetch):
-    """For any requests and any kills, each stream gives its items in order."""
-    workers = len(epochs[0][0])
+@given(workers=st.integers(1, 3), epochs=EPOCHS, prefetch=st.sampled_from([1, 2, 3, 8, 40]))
+def test_any_history(workers, epochs, prefetch):
+    """For any requests and any kills, the streams give their items in order."""
     with (
         pytest.MonkeyPatch.context() as patch,
         streams(Mixed, workers, prefetch=prefetch, max_restarts=1000) as s,
     ):
         # Random kills may well strike one ticket three times.
-        patch.setattr(cseq.processes.deaths, "TRIES", 10**9)
-        for lengths, steps in epochs:
+        patch.setattr("cseq.processes.deaths.TRIES", 10**9)
+        for drawn, steps in epochs:
+            lengths = drawn[:workers]
             s.begin(lengths)
-            expected = [plain(one_alone(w, workers, lengths[w], Mixed)) for w in range(workers)]
-            got = [[] for _ in range(workers)]
+            got = []
             for what, argument in steps:
-                take_step(s, got, what, argument)
-            for items, whole in zip(got, expected, strict=True):
-                assert items == whole[: len(items)]
-            for item in s:
-                got[item[0]] += plain([item])
-            assert got == expected
-
-
-def take_step(s, got, what, argument):
-    """Do one step."""
-    worker = argument % len(got)
-    if what == "round":
-        for item in itertools.islice(s, argument):
-            got[item[0]] += plain([item])
-    elif what == "ask":
-        assert s.ask("add", argument, 1, worker=worker) == (worker, argument + 1)
-    else:
-        kill(s.ask("pid", worker=worker))
-
-
-# -- arguments
+                worker = argument % workers
+                if what == "round":
+                    got += plain(itertools.islice(s, argument))
+                elif what == "ask":
+                    assert s.ask("add", argument, 1, worker=worker) == (worker, argument + 1)
+                else:
+                    kill(s.ask("pid", worker=worker))
+            assert got + plain(s) == in_process(lengths, Mixed)
 
 
 @pytest.mark.parametrize(
     ("error", "options"),
     [
         (TypeError, {"producer": 5}),
+        (TypeError, {"producer": partial(Numbers, threading.Lock())}),
         (ValueError, {"num_workers": 0}),
         (ValueError, {"prefetch": 0}),
         (ValueError, {"prefetch": 2**63}),
@@ -289,7 +297,7 @@ def take_step(s, got, what, argument):
     ],
 )
 def test_wrong_arguments(error, options):
-    """A wrong argument is an error with its name, before anything starts."""
+    """A wrong argument is an error with its name; nothing remains of the attempt."""
     (name,) = options
     with pytest.raises(error, match=name):
         Streams(**({"producer": Numbers, "num_workers": 2} | options))
@@ -297,37 +305,30 @@ def test_wrong_arguments(error, options):
 
 def test_wrong_calls():
     """There must be one assignment for each worker, and workers must exist."""
+    wrong = [
+        (TypeError, "ordered='x'", [None] * 2, {"ordered": "x"}),
+        (TypeError, "ordered", [0, 0], {"keys": iter([]), "ordered": 2}),
+        (TypeError, "keys", [0, 0], {"keys": [1, 2]}),
+        (ValueError, "assign", [0, 0], {"keys": iter([]), "assign": "any"}),
+        (ValueError, "first=2 is above 1", [None] * 2, {"first": 2}),
+        (ValueError, "3 assignments for 2 workers", [1, 2, 3], {}),
+        (TypeError, "assignment", [threading.Lock(), 1], {}),
+    ]
     with streams() as s:
-        with pytest.raises(TypeError, match="ordered='x'"):
-            s.begin([None] * 2, ordered="x")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="first=2 is above 1"):
-            s.begin([None] * 2, first=2)
-        with pytest.raises(ValueError, match="3 assignments for 2 workers"):
-            s.begin([1, 2, 3])
-        with pytest.raises(TypeError, match="assignment"):
-            s.begin([threading.Lock(), 1])
+        for error, said, assignments, options in wrong:
+            with pytest.raises(error, match=said):
+                s.begin(assignments, **options)
         s.begin([2, 2])
         items = iter(s)
         assert next(items)[:2] == (0, 0)
         with pytest.raises(TypeError, match="ordered='x'"):
-            s.begin([9, 9], ordered="x")  # type: ignore[arg-type]
+            s.begin([9, 9], ordered="x")
         assert len(list(items)) == 3
         s.begin([2, 2])
         for worker in (-1, 2):
             with pytest.raises(IndexError, match="worker"):
                 s.ask("pid", worker=worker)
         assert plain(s) == in_process([2, 2])
-
-
-def test_a_producer_that_cannot_be_pickled():
-    """`Streams` raises a TypeError at once, and nothing remains of the attempt."""
-    lock = threading.Lock()
-
-    def producer(number, num_workers):
-        return number, num_workers, lock
-
-    with pytest.raises(TypeError, match="producer"):
-        Streams(producer, 2)
 
 
 def test_items_are_measured():

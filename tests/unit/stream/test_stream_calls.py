@@ -6,12 +6,10 @@ from functools import partial
 
 import pytest
 from counting import Broken, Gated, Numbers, TwoArguments, in_process, plain, streams
+from waiting import until
 
 import cseq
-import cseq.processes.deaths
 from cseq.engine.tickets.items import Items
-
-# -- assignments and calls
 
 
 def test_calls_between_items():
@@ -53,17 +51,15 @@ def test_a_call_overtakes_what_was_only_asked_for(tmp_path):
         writer.write(b"1")
         items = iter(s)
         assert next(items)[1] == 0
-        # Wait until the second item is in work.
-        while not os.path.exists(f"{gate}.1"):
-            pass
+        # The second item is in work.
+        until(lambda: os.path.exists(f"{gate}.1"))
         waiting = s.stats().depths[0]
         assert waiting > 0
         answer = []
         asking = threading.Thread(target=lambda: answer.append(s.ask("count", worker=0)))
         asking.start()
-        # Wait until the call waits, too.
-        while s.stats().depths[0] == waiting:
-            pass
+        # The call waits, too.
+        until(lambda: s.stats().depths[0] != waiting)
         writer.write(b"2")
         asking.join(60)
         assert answer == [2]
@@ -79,8 +75,7 @@ def test_a_worker_that_begins_before_it_is_told_to(monkeypatch):
         items.pool.feed.refill()
         for ring in items.pool.rings:
             ring.wake()
-            while not ring.depths()[2]:
-                pass
+            until(lambda ring=ring: ring.depths()[2])
         return original(items, *call)
 
     monkeypatch.setattr(Items, "post_call", late)
@@ -88,9 +83,6 @@ def test_a_worker_that_begins_before_it_is_told_to(monkeypatch):
         assert s.begin([3, 4]) == [("begun", 0, 3), ("begun", 1, 4)]
         assert plain(s) == in_process([3, 4])
         assert s.begin([2, 2]) == [("begun", 0, 2), ("begun", 1, 2)]
-
-
-# -- exceptions
 
 
 class Unbuildable(Numbers):
@@ -108,15 +100,17 @@ def check_error(caught, worker, function):
     assert cause.worker == worker
 
 
-def test_a_producer_that_cannot_be_made():
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_a_producer_that_cannot_be_made(kind):
     """The next call that waits raises the constructor's exception, which is final."""
     for wait in ("begin", "ask"):
-        with streams(Unbuildable) as s:
+        with streams(Unbuildable, kind=kind) as s:
             for _ in range(2):
                 with pytest.raises(FileNotFoundError, match="no such data set") as caught:
                     s.begin([3, 3]) if wait == "begin" else s.ask("pid")
                 assert caught.value.filename == "/data/set"
-                check_error(caught, 1, "__init__")
+                if kind == "processes":
+                    check_error(caught, 1, "__init__")
 
 
 def test_an_exception_in_begin():
@@ -161,16 +155,8 @@ def test_an_exception_in_a_call():
         assert [item[1] for item in s if item[0] == 0] == list(range(1, 9))
         with pytest.raises(AttributeError, match="nothing_of_the_kind"):
             s.ask("nothing_of_the_kind")
+        # It does not look like an end.
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            s.ask("stop")
         s.begin([(-1, 4), (-1, 4)])
         assert plain(s) == in_process([4, 4])
-
-
-class Stopping(Numbers):
-    def stop(self):
-        raise StopIteration
-
-
-def test_stop_iteration_in_a_call_is_an_error():
-    """A call that raises StopIteration does not look like an end."""
-    with streams(Stopping) as s, pytest.raises(RuntimeError, match="StopIteration"):
-        s.ask("stop")

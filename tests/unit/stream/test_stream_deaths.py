@@ -12,9 +12,6 @@ from counting import Numbers, in_process, plain, streams
 from killing import CODE, WORDS, await_death, kill
 
 import cseq
-import cseq.processes.deaths
-
-# -- workers die
 
 
 class Fatal(Numbers):
@@ -30,7 +27,10 @@ class Fatal(Numbers):
             marks = len(list(self.folder.iterdir()))
             if marks < self.times:
                 (self.folder / str(marks)).touch()
-                kill(os.getpid())
+                self.act()
+
+    def act(self):
+        kill(os.getpid())
 
     def begin(self, length):
         self.reach("begin")
@@ -114,16 +114,9 @@ def test_an_item_that_kills_again_and_again_is_named(tmp_path):
     assert (caught.value.worker, caught.value.epoch, caught.value.indices) == (0, 0, [2])
 
 
-# -- workers hang
-
-
 class Hangs(Fatal):
-    def reach(self, place):
-        if place == self.where and self.number == 0:
-            marks = len(list(self.folder.iterdir()))
-            if marks < self.times:
-                (self.folder / str(marks)).touch()
-                a_place_to_be_found()
+    def act(self):
+        a_place_to_be_found()
 
 
 def a_place_to_be_found():
@@ -145,15 +138,6 @@ def test_a_timeout_shows_where_the_worker_is(tmp_path, where):
         # Without this, closing would wait for the hanging worker.
         for pid in filter(None, s.pids()):
             kill(pid)
-
-
-def test_a_hanging_worker_can_be_replaced(tmp_path):
-    """With on_timeout='restart', it is killed, and its items are made again."""
-    hangs = partial(Hangs, str(tmp_path), 7, 1)
-    with streams(hangs, timeout=1.5, on_timeout="restart") as s:
-        s.begin([20, 20])
-        assert plain(s) == in_process([20, 20])
-        assert s.stats().restarts == 1
 
 
 @pytest.mark.needs("POSIX")
