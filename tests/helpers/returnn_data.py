@@ -1,14 +1,11 @@
 """RETURNN data sets, and `MultiProcDataset` over them."""
 
 import functools
-import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 from kinds import QUICKEST
 
-import cseq
 from cseq import testing
 
 pytest.importorskip("returnn")
@@ -28,9 +25,6 @@ def pids(dataset):
         return [pid for pid in testing.pids(dataset) if pid is not None]
     except RuntimeError:
         return []
-
-
-# ── datasets ───────────────────────────────────────────────────────────────────────────────
 
 
 class Numbers(MapDatasetBase):
@@ -53,42 +47,6 @@ class Numbers(MapDatasetBase):
 
     def get_seq_len(self, index):
         return index % 4 + 1
-
-
-class Gated(Numbers):
-    """Loads sequence `at` only after its first attempt, or after a gate has opened."""
-
-    def __init__(self, folder, at):
-        super().__init__()
-        self.folder = Path(folder)
-        self.at = at
-
-    def load(self, index):
-        if index != self.at or (self.folder / "again").exists():
-            return
-        (self.folder / "again").touch()
-        # The fifo opens when a test writes to it.
-        with open(self.folder / "gate", "rb") as gate:
-            gate.read()
-
-
-class Broken(Numbers):
-    def load(self, index):
-        if index == 5:
-            raise LookupError("five is missing")
-
-
-class BrokenFromTheStart(Numbers):
-    def __init__(self):
-        raise LookupError("nothing is there")
-
-
-class Random(Numbers):
-    """Sequences of what the global generators and cseq's own draw."""
-
-    def __getitem__(self, index):
-        drawn = [random.random(), np.random.random(), cseq.rng().random()]
-        return {"data": np.array([drawn]), "name": np.array(["random"])}
 
 
 class Shares(CachedDataset2):
@@ -119,29 +77,10 @@ class Shares(CachedDataset2):
         return DatasetSeq(seq_idx, data, seq_tag=f"{self._shard_index}:{seq_idx}")
 
 
-class Breaking(Shares):
-    """Shard 1 raises instead of returning its third sequence."""
-
-    def _collect_single_seq(self, seq_idx):
-        if (self._shard_index, seq_idx) == (1, 2):
-            raise LookupError("two is missing")
-        return super()._collect_single_seq(seq_idx)
-
-
-def add_noise(data, *, rng, **_):
-    """Augment, as a user of `PostprocessingDataset` would."""
-    array = data.data["data"].raw_tensor
-    data.data["data"].raw_tensor = array + rng.normal(size=array.shape).astype(array.dtype)
-    return data
-
-
 def numbers(kind=Numbers, *args, **options):
     """Return the plan of a dataset around a user's map."""
     made = functools.partial(kind, *args) if args else kind
     return {"class": "MapDatasetWrapper", "map_dataset": made, **options}
-
-
-# ── the tests' actions ────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -163,13 +102,12 @@ def make():
         dataset.close()
 
 
-def sequences(dataset, epoch=1):
-    """Read an epoch, or the current one for None."""
+def sequences(dataset, epoch=1, number=0):
+    """Read an epoch, or the current one for None, from a sequence on."""
     if epoch is not None:
         dataset.init_seq_order(epoch=epoch)
     keys = dataset.get_data_keys()
     found = []
-    number = 0
     while dataset.is_less_than_num_seqs(number):
         dataset.load_seqs(number, number + 1)
         data = {key: dataset.get_data(number, key) for key in keys}
@@ -181,13 +119,3 @@ def sequences(dataset, epoch=1):
 def tags(dataset, epoch=1):
     """Read the tags of an epoch."""
     return [tag for tag, _ in sequences(dataset, epoch)]
-
-
-def assert_same(found, expected):
-    """Compare tags, keys, types and values."""
-    assert [tag for tag, _ in found] == [tag for tag, _ in expected]
-    for (_, mine), (_, theirs) in zip(found, expected, strict=True):
-        assert list(mine) == list(theirs)
-        for key, array in theirs.items():
-            assert mine[key].dtype == array.dtype
-            np.testing.assert_array_equal(mine[key], array)

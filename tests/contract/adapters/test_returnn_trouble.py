@@ -1,13 +1,15 @@
 """Exceptions, deaths, Ctrl-C and ends in `cseq.adapters.returnn`."""
 
 import os
-import time
-from typing import TYPE_CHECKING, Any
+import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 from interrupting import first_hits, in_shares, interrupted
 from killing import WORDS, await_death, kill
+from kinds import assert_same
+from streaming import STEPS
 
 import cseq
 from cseq import testing
@@ -17,29 +19,59 @@ pytest.importorskip("returnn")
 from returnn.datasets.basic import init_dataset
 
 from cseq.adapters.returnn import MultiProcDataset
+from returnn_data import TASK, Numbers, Shares, make, numbers, pids, sequences, tags
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
-    from conftest import RunScript
-from returnn_data import (
-    TASK,
-    Breaking,
-    Broken,
-    BrokenFromTheStart,
-    Gated,
-    Numbers,
-    Random,
-    Shares,
-    add_noise,
-    assert_same,
-    make,
-    numbers,
-    pids,
-    sequences,
-    tags,
-)
+class Gated(Numbers):
+    """Loads sequence `at` only after its first attempt, or after a gate has opened."""
+
+    def __init__(self, folder, at):
+        super().__init__()
+        self.folder = Path(folder)
+        self.at = at
+
+    def load(self, index):
+        if index != self.at or (self.folder / "again").exists():
+            return
+        (self.folder / "again").touch()
+        # The fifo opens when a test writes to it.
+        with open(self.folder / "gate", "rb") as gate:
+            gate.read()
+
+
+class Broken(Numbers):
+    def load(self, index):
+        if index == 5:
+            raise LookupError("five is missing")
+
+
+class BrokenFromTheStart(Numbers):
+    def __init__(self):
+        raise LookupError("nothing is there")
+
+
+class Random(Numbers):
+    """Sequences of what the global generators and cseq's own draw."""
+
+    def __getitem__(self, index):
+        drawn = [random.random(), np.random.random(), cseq.rng().random()]
+        return {"data": np.array([drawn]), "name": np.array(["random"])}
+
+
+class Breaking(Shares):
+    """Shard 1 raises instead of returning its third sequence."""
+
+    def _collect_single_seq(self, seq_idx):
+        if (self._shard_index, seq_idx) == (1, 2):
+            raise LookupError("two is missing")
+        return super()._collect_single_seq(seq_idx)
+
+
+def add_noise(data, *, rng, **_):
+    """Augment, as a user of `PostprocessingDataset` would."""
+    array = data.data["data"].raw_tensor
+    data.data["data"].raw_tensor = array + rng.normal(size=array.shape).astype(array.dtype)
+    return data
 
 
 def test_an_exception_of_a_sequence(make):
@@ -66,13 +98,6 @@ def test_an_exception_at_the_start():
     dataset.close()
 
 
-def test_an_empty_dataset(make):
-    """RETURNN refuses to order no sequences; the caller gets its AssertionError."""
-    dataset = make(numbers(Numbers, 0))
-    with pytest.raises(AssertionError):
-        dataset.init_seq_order(epoch=1)
-
-
 @pytest.mark.parametrize("method", ["seq_order", "dedicated"])
 def test_a_killed_worker_is_replaced(make, method):
     """The replacement loads the sequences again, so the stream is unchanged."""
@@ -83,33 +108,15 @@ def test_a_killed_worker_is_replaced(make, method):
     dataset.load_seqs(0, 8)
     for pid in pids(dataset):
         kill(pid)
-    dataset.load_seqs(8, 9)
-    rest = [(seq.seq_tag, dict(seq.features)) for seq in dataset.added_data]
-    while dataset.is_less_than_num_seqs(8 + len(rest)):
-        dataset.load_seqs(8 + len(rest), 9 + len(rest))
-        rest += [(seq.seq_tag, dict(seq.features)) for seq in dataset.added_data]
-    assert_same(rest, [(tag, {k: data[k] for k in rest[0][1]}) for tag, data in expected[8:]])
+    assert_same(sequences(dataset, None, 8), expected[8:])
     assert dataset.stats().restarts >= 1
-
-
-def test_cseq_testing_knows_its_workers(make):
-    dataset = make(TASK)
-    expected = sequences(dataset)
-    testing.await_workers(dataset)
-    assert testing.kill(dataset, 1) == pids(dataset)[1]
-    while not dataset.stats().restarts:
-        time.sleep(0.001)
-    assert_same(sequences(dataset), expected)
-    dataset.close()
-    with pytest.raises(RuntimeError, match="not running"):
-        testing.pids(dataset)
 
 
 def test_deaths_can_be_errors(make):
     """With `max_restarts=0`, a killed worker raises WorkerDied with its name; a new epoch works."""
     dataset = make(TASK, 2, 1, max_restarts=0)
     dataset.init_seq_order(epoch=1)
-    kill(pids(dataset)[1])
+    testing.kill(dataset, 1)
     with pytest.raises(cseq.WorkerDied, match=f"worker 1 {WORDS}") as caught:
         dataset.load_seqs(0, 23)
     assert caught.value.worker == 1
@@ -130,16 +137,20 @@ def test_a_worker_that_hangs(make, tmp_path):
     assert dataset.stats().restarts == 1
 
 
-STEPS = (
-    "adapters/returnn/__init__.py",
-    "stream.py",
-    "engine/pool.py",
-    "tickets/items.py",
-    "crews/processes.py",
-    "crews/threads.py",
-    "encoding/transport.py",
-    "encoding/codec.py",
-)
+@pytest.mark.needs("POSIX")
+def test_what_is_loaded_is_served_while_the_next_is_loading(make, tmp_path):
+    """A loaded sequence does not wait for one that is still loading."""
+    os.mkfifo(tmp_path / "gate")
+    dataset = make(numbers(Gated, str(tmp_path), 2), 1, 3)
+    dataset.init_seq_order(epoch=1)
+    dataset.load_seqs(0, 2)
+    assert dataset.get_tag(1) == "seq-1"
+    (tmp_path / "gate").write_bytes(b"")
+    dataset.load_seqs(2, 3)
+    assert dataset.get_tag(2) == "seq-2"
+
+
+ADAPTER = "adapters/returnn/__init__.py"
 
 
 @in_shares
@@ -154,16 +165,13 @@ def test_ctrl_c_anywhere_in_loading(make, buffer_size, start, known, share):
     def step(countdown):
         dataset.init_seq_order(epoch=1)
         dataset.load_seqs(0, 2)
-        with interrupted(countdown, *STEPS) as struck:
+        with interrupted(countdown, ADAPTER, *STEPS) as struck:
             dataset.load_seqs(start, 9)
-        said = ""
         try:
             dataset.load_seqs(start, 9)
         except RuntimeError as error:
-            said = str(error)
-        if said:
             assert struck.is_set()
-            assert "call init_seq_order first" in said
+            assert "call init_seq_order first" in str(error)  # noqa: PT017
         else:
             assert [seq.seq_idx for seq in dataset.added_data] == list(range(start, 7))
             assert [seq.seq_tag for seq in dataset.added_data] == expected[start:]
@@ -184,7 +192,7 @@ def test_ctrl_c_does_not_hide_an_exception(make, buffer_size, share):
     def step(countdown):
         dataset.init_seq_order(epoch=1)
         dataset.load_seqs(0, 4)
-        with interrupted(countdown, *STEPS) as struck, pytest.raises(LookupError):
+        with interrupted(countdown, ADAPTER, *STEPS) as struck, pytest.raises(LookupError):
             dataset.load_seqs(4, 18)
         for _ in range(2):
             with pytest.raises((LookupError, RuntimeError), match=r"two is missing|init_seq_order"):
@@ -202,7 +210,7 @@ def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(make):
     def step(countdown):
         dataset.init_seq_order(epoch=1)
         dataset.load_seqs(0, 3)
-        with interrupted(countdown, "adapters/returnn/__init__.py") as struck:
+        with interrupted(countdown, ADAPTER) as struck:
             dataset.init_seq_order(epoch=2)
         try:
             got = tags(dataset, None)
@@ -218,26 +226,15 @@ def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(make):
     assert first_hits(step) > 20
 
 
-POSTPROCESSED = {
-    "class": "PostprocessingDataset",
-    "dataset": {**TASK, "num_seqs": 7},
-    "map_seq": add_noise,
-}
+SHORT = {**TASK, "num_seqs": 7}
+NOISY = {"class": "PostprocessingDataset", "dataset": SHORT, "map_seq": add_noise}
+MAPPED = {key: ("inner", key) for key in ("data", "classes")}
+META = {"class": "MetaDataset", "datasets": {"inner": NOISY}, "data_map": MAPPED}
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        numbers(Random),
-        POSTPROCESSED,
-        {"class": "MetaDataset", "inner": POSTPROCESSED},
-    ],
-)
+@pytest.mark.parametrize("plan", [numbers(Random), NOISY, META])
 def test_augmentation_does_not_depend_on_the_number_of_workers(make, plan):
     """It differs between sequences and epochs; all workers draw the same, even after a death."""
-    if plan["class"] == "MetaDataset":
-        data = {key: ("inner", key) for key in ("data", "classes")}
-        plan = {"class": "MetaDataset", "datasets": {"inner": plan["inner"]}, "data_map": data}
     dataset = make(plan, 1)
     expected = sequences(dataset)
     assert len({data["data"].tobytes() for _, data in expected}) == len(expected)
@@ -271,25 +268,10 @@ def test_in_a_worker_of_a_data_loader(make):
     assert tags(dataset) == expected
 
 
-def test_closing(make):
-    """`close` ends the workers at once, may be called twice, and later use starts new ones."""
-    dataset = make(TASK)
-    expected = tags(dataset)
-    dataset.init_seq_order(epoch=1)
-    dataset.load_seqs(0, 1)
-    for _ in range(2):
-        dataset.close()
-        assert pids(dataset) == []
-    with pytest.raises(RuntimeError, match="init_seq_order"):
-        dataset.load_seqs(1, 2)
-    assert tags(dataset) == expected
-
-
 def test_a_dataset_that_is_dropped_ends_its_workers():
     """The workers end with the last reference, without a garbage collection."""
-    dataset = init_dataset(
-        {"class": MultiProcDataset, "dataset": TASK, "num_workers": 2, "buffer_size": 1}
-    )
+    dataset = MultiProcDataset(TASK, 2, 1)
+    dataset.initialize()
     dataset.init_seq_order(epoch=1)
     dataset.load_seqs(0, 3)
     workers = pids(dataset)
