@@ -2,7 +2,6 @@
 
 import os
 import random
-import time
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES  # noqa
 from torchdata.dataloader2 import DataLoader2  # noqa: E402
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
 
-import cseq  # noqa: E402
 from cseq.adapters.torchdata import MultiProcessingReadingService  # noqa: E402
 
 MULTI = SHARDING_PRIORITIES.MULTIPROCESSING
@@ -61,34 +59,6 @@ class Stays(IterDataPipe):
         return False
 
 
-class Uneven(IterDataPipe):
-    """A pipe whose number of items is its worker's number."""
-
-    def __init__(self, counts):
-        self.counts = counts
-
-    def __iter__(self):
-        number = cseq.worker_info().number
-        yield from ((number, item) for item in range(self.counts[number]))
-
-
-class Oops(Exception):
-    """The exception of a test's pipe."""
-
-
-class Raising(IterDataPipe):
-    """A pipe that raises instead of returning an item."""
-
-    def __init__(self, source, place, error):
-        self.source, self.place, self.error = source, place, error
-
-    def __iter__(self):
-        for place, item in enumerate(self.source):
-            if place == self.place:
-                raise self.error
-            yield item
-
-
 def with_pid(item):
     return item, os.getpid()
 
@@ -103,19 +73,5 @@ def draw(item):
     return item, random.random(), numpy, int(torch.randint(2**31, ()))
 
 
-def slowly(seconds, item):
-    time.sleep(seconds)
-    return item
-
-
 def random_graph():
     return IterableWrapper(range(6)).shuffle().map(draw).sharding_filter().map(draw)
-
-
-def random_dispatched_graph():
-    pipe = IterableWrapper(range(6)).shuffle().map(draw).sharding_round_robin_dispatch(MULTI)
-    return pipe.map(draw).shuffle()
-
-
-def long_graph():
-    return shuffled(40).map(draw)

@@ -3,10 +3,12 @@
 import functools
 import itertools
 import threading
+import time
 
 import pytest
 from interrupting import first_hits, in_shares, interrupted
-from killing import WORDS, kill
+from killing import kill
+from streaming import STEPS
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torchdata.dataloader2", exc_type=ImportError)
@@ -14,8 +16,6 @@ pytest.importorskip("torchdata.dataloader2", exc_type=ImportError)
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
 from torchdata_graphs import (  # noqa: E402
     MULTI,
-    Oops,
-    Raising,
     Stays,
     dispatched,
     double,
@@ -23,7 +23,6 @@ from torchdata_graphs import (  # noqa: E402
     numbers,
     random_graph,
     service,
-    slowly,
     with_pid,
 )
 
@@ -32,36 +31,43 @@ import cseq  # noqa: E402
 # Many loaders start here, and their processes import torch: spawned, they would take minutes.
 pytestmark = pytest.mark.needs("quick processes")
 
-STREAMS = (
-    "stream.py", "engine/pool.py", "tickets/items.py", "crews/processes.py", "crews/threads.py",
-)  # fmt: skip
+
+class Oops(Exception):
+    """The exception of a test's pipe."""
+
+
+class Raising(IterDataPipe):
+    """A pipe that raises instead of returning an item."""
+
+    def __init__(self, source, place, error):
+        self.source, self.place, self.error = source, place, error
+
+    def __iter__(self):
+        for place, item in enumerate(self.source):
+            if place == self.place:
+                raise self.error
+            yield item
+
+
+def slowly(seconds, item):
+    time.sleep(seconds)
+    return item
 
 
 @pytest.mark.parametrize("make", [numbers, dispatched])
 @pytest.mark.parametrize(("worker", "main"), [(0, 0), (0, 10), (10, 0), (10, 10)])
 def test_shutdown_after_some_items(make, worker, main):
-    """`shutdown` returns while items are on their way, and may be called twice."""
-    for taken in (0, 1, 10):
+    """`shutdown` returns before the start, and while items are on their way, even twice."""
+    service().finalize()
+    for taken in (None, 0, 1, 10):
         options = {"worker_prefetch_cnt": worker, "main_prefetch_cnt": main}
         loaded = loader(make(1000).map(double).batch(4), **options)
-        assert len(list(itertools.islice(iter(loaded), taken))) == taken
+        if taken is not None:
+            assert len(list(itertools.islice(iter(loaded), taken))) == taken
         loaded.shutdown()
         loaded.shutdown()
         with pytest.raises(RuntimeError, match="already been shut down"):
             iter(loaded)
-
-
-def test_shutdown_before_anything():
-    loader(numbers()).shutdown()
-    service().finalize()
-
-
-def test_a_loader_that_is_dropped():
-    """The processes of an unreferenced loader end, even in the middle of an epoch."""
-    items = iter(loader(dispatched(1000)))
-    assert next(items) == 0
-    # `nothing_left_behind` checks the rest.
-    del items
 
 
 def test_shutdown_with_a_thread_that_reads():
@@ -101,8 +107,7 @@ def test_shutdown_from_another_thread():
     thread.join()
 
 
-STEPS = tuple(f"adapters/torchdata/{name}.py" for name in ("__init__", "ends", "relay"))
-STARTING = (*STEPS, "adapters/torchdata/graph.py")
+ADAPTER = tuple(f"adapters/torchdata/{name}.py" for name in ("__init__", "ends", "relay"))
 
 
 def in_three_parts():
@@ -121,15 +126,7 @@ def test_ctrl_c_in_an_epoch(verb, share):
             got = list(itertools.islice(items, 3))
             if verb == "_resume":
                 loaded._pause()
-            with interrupted(
-                countdown,
-                *STEPS,
-                "stream.py",
-                "engine/pool.py",
-                "tickets/items.py",
-                "crews/processes.py",
-                "crews/threads.py",
-            ) as struck:
+            with interrupted(countdown, *ADAPTER, *STEPS) as struck:
                 iter(loaded) if verb == "iter" else getattr(loaded, verb)()
             if verb == "iter":
                 items, got = iter(loaded), []
@@ -149,7 +146,7 @@ def test_ctrl_c_in_the_first_iter(share):
 
     def step(countdown):
         with loader(in_three_parts()) as loaded:
-            with interrupted(countdown, *STARTING) as struck:
+            with interrupted(countdown, *ADAPTER, "adapters/torchdata/graph.py") as struck:
                 iter(loaded)
             assert list(loaded) == list(range(0, 24, 2))
         return struck.is_set()
@@ -163,7 +160,7 @@ def test_ctrl_c_in_shutdown():
     def step(countdown):
         loaded = loader(in_three_parts())
         assert next(iter(loaded)) == 0
-        with interrupted(countdown, *STEPS) as struck:
+        with interrupted(countdown, *ADAPTER) as struck:
             loaded.shutdown()
         # `nothing_left_behind` checks the rest.
         return struck.is_set()
@@ -173,10 +170,9 @@ def test_ctrl_c_in_shutdown():
 
 def test_a_graph_that_could_not_be_started_is_whole():
     """After a failed start (here, an object cannot be pickled), another start works."""
-    lock = threading.Lock()
     pipe = dispatched(6).map(double)
     reading = service(context="spawn")
-    pipe.of_the_user = lock
+    pipe.of_the_user = threading.Lock()
     with pytest.raises(TypeError, match="lock"):
         reading.initialize(pipe)
     del pipe.of_the_user
@@ -186,36 +182,26 @@ def test_a_graph_that_could_not_be_started_is_whole():
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("ahead", [0, 5])
-def test_exception_in_a_worker(num_workers, ahead):
-    """An exception comes instead of its item, with its type, position and traceback."""
-    pipe = Raising(numbers(100), 4, Oops("it happened"))
-    with loader(pipe, num_workers, worker_prefetch_cnt=ahead) as loaded:
+@pytest.mark.parametrize("place", ["worker process 0", "dispatching process"])
+def test_exception_in_a_process(num_workers, ahead, place):
+    """It comes instead of its item, with its type, and its text names the process."""
+    if place == "dispatching process":
+        pipe, count = Raising(IterableWrapper(range(100)), 7, Oops("it happened")), 7
+        pipe = pipe.sharding_round_robin_dispatch(MULTI)
+    else:
+        pipe, count = Raising(numbers(100), 4, Oops("it happened")), 4 * num_workers
+    with loader(pipe.map(double), num_workers, worker_prefetch_cnt=ahead) as loaded:
         items = iter(loaded)
-        assert list(itertools.islice(items, 4 * num_workers)) == list(range(4 * num_workers))
+        assert list(itertools.islice(items, count)) == list(range(0, 2 * count, 2))
         with pytest.raises(Oops) as caught:
             next(items)
         text = str(caught.value)
-        assert text.startswith("Caught Oops in worker process 0.\nOriginal Traceback (most recent")
+        assert text.startswith(f"Caught Oops in {place}.\nOriginal Traceback (most recent")
         assert text.count("Caught") == 1
         assert "Oops: it happened" in text
         assert "in __iter__" in text
         with pytest.raises(RuntimeError, match="already been shut down"):
             iter(loaded)
-
-
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_exception_in_the_dispatching_process(num_workers):
-    """It comes instead of its item, and names the dispatching process."""
-    pipe = Raising(IterableWrapper(range(100)), 7, Oops("it happened"))
-    pipe = pipe.sharding_round_robin_dispatch(MULTI).map(double)
-    with loader(pipe, num_workers) as loaded:
-        items = iter(loaded)
-        assert list(itertools.islice(items, 7)) == list(range(0, 14, 2))
-        with pytest.raises(Oops) as caught:
-            next(items)
-    text = str(caught.value)
-    assert text.startswith("Caught Oops in dispatching process.\nOriginal Traceback (most recent")
-    assert text.count("Caught") == 1
 
 
 def raise_in_one(pipe, info, *more):
@@ -233,23 +219,21 @@ def doubled():
     return dispatched().map(double)
 
 
+@pytest.mark.parametrize(
+    ("function", "error", "said"),
+    [
+        (raise_in_one, Oops, r"Caught Oops in worker process 1\.\nOriginal Trace"),
+        (forget, TypeError, "{} returned None, not a datapipe"),
+    ],
+)
 @pytest.mark.parametrize("name", ["worker_init_fn", "worker_reset_fn"])
 @pytest.mark.parametrize("make", [numbers, doubled])
-def test_exception_in_a_worker_function(name, make):
+def test_exception_in_a_worker_function(name, make, function, error, said):
     """`iter()` raises the exceptions of the worker functions, each time."""
-    with loader(make(), **{name: raise_in_one}) as loaded:
+    with loader(make(), **{name: function}) as loaded:
         for _ in range(2):
-            with pytest.raises(Oops, match=r"Caught Oops in worker process 1\.\nOriginal Trace"):
+            with pytest.raises(error, match=said.format(name)):
                 iter(loaded)
-
-
-@pytest.mark.parametrize("name", ["worker_init_fn", "worker_reset_fn"])
-def test_worker_functions_have_to_return_a_pipe(name):
-    with (
-        loader(numbers(), **{name: forget}) as loaded,
-        pytest.raises(TypeError, match=f"{name} returned None, not a datapipe"),
-    ):
-        iter(loaded)
 
 
 class Unpausable(IterDataPipe):
@@ -265,16 +249,6 @@ def test_exception_in_pause():
         iter(loaded)
         with pytest.raises(Oops, match="Caught Oops in worker process 0"):
             loaded._pause()
-
-
-@pytest.mark.parametrize("make", [numbers, dispatched])
-def test_killed_worker(make):
-    """Without `max_restarts`, a worker's death is an error that says so."""
-    with loader(make(1000).map(with_pid)) as loaded:
-        items = iter(loaded)
-        kill(next(items)[1])
-        with pytest.raises(cseq.WorkerDied, match=WORDS):
-            list(items)
 
 
 def test_replaced_workers():
@@ -295,21 +269,12 @@ def test_replaced_workers():
         assert shaken.reading_service.stats().restarts > 0
 
 
-def test_no_worker_is_replaced_beside_a_dispatching_process():
-    with (
-        loader(dispatched(), max_restarts=3) as loaded,
-        pytest.raises(ValueError, match=r"max_restarts=3 .* with sharding_round_robin_dispatch"),
-    ):
-        iter(loaded)
-
-
 @pytest.mark.needs("POSIX")
+@pytest.mark.usefixtures("impatient")
 def test_timeout_of_the_dispatching_process():
     """The error names the dispatching process that hangs, or the worker that waits for it."""
     pipe = IterableWrapper(range(9)).map(functools.partial(slowly, 1e6))
     with loader(pipe.sharding_round_robin_dispatch(MULTI), timeout=1.0) as loaded:
         items = iter(loaded)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("cseq.processes.supervisor.GRACE", 0.1)
-            with pytest.raises(cseq.WorkerTimeout, match=r"the dispatching process: |in _ask"):
-                next(items)
+        with pytest.raises(cseq.WorkerTimeout, match=r"the dispatching process: |in _ask"):
+            next(items)

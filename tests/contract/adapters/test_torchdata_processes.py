@@ -9,17 +9,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("torchdata.dataloader2", exc_type=ImportError)
 
-from killing import kill
+from counting import Numbers
+from killing import WORDS, kill
 from torchdata.datapipes.iter import IterableWrapper
-from torchdata_graphs import (
-    MULTI,
-    QUICK,
-    dispatched,
-    double,
-    loader,
-    numbers,
-    with_pid,
-)
+from torchdata_graphs import MULTI, QUICK, dispatched, double, loader, numbers, with_pid
 
 import cseq
 from cseq.adapters.torchdata import relay
@@ -35,12 +28,23 @@ def test_start_methods(context):
         assert list(loaded) == [(2 * n, n) for n in range(6)]
 
 
-def test_killed_dispatching_process():
-    pipe = IterableWrapper(range(100_000)).map(with_pid).sharding_round_robin_dispatch(MULTI)
+FAR = IterableWrapper(range(100_000)).map(with_pid).sharding_round_robin_dispatch(MULTI)
+
+
+@pytest.mark.parametrize(
+    ("pipe", "named"),
+    [
+        (numbers(1000).map(with_pid), WORDS),
+        (dispatched(1000).map(with_pid), WORDS),
+        (FAR, "the dispatching process"),
+    ],
+)
+def test_a_killed_process(pipe, named):
+    """Without `max_restarts`, its death is an error that says so."""
     with loader(pipe) as loaded:
         items = iter(loaded)
         kill(next(items)[1])
-        with pytest.raises(cseq.WorkerDied, match="the dispatching process"):
+        with pytest.raises(cseq.WorkerDied, match=named):
             list(items)
 
 
@@ -69,7 +73,7 @@ def test_a_script_that_just_ends(run_prepared):
 
 def test_a_caller_that_does_not_know_the_secret():
     """Any process of this user can call the relay, which rejects it and serves the next caller."""
-    made = relay.Relay(Streams(Nothing, 1, start_method=QUICK), 1)
+    made = relay.Relay(Streams(Numbers, 1, start_method=QUICK), 1)
     address, secret = made.address
     made.open()
     try:
@@ -81,8 +85,3 @@ def test_a_caller_that_does_not_know_the_secret():
             assert caller.recv() == ([], False)
     finally:
         made.close()
-
-
-class Nothing:
-    def __init__(self, number, num_workers):
-        pass

@@ -5,22 +5,14 @@ import pickle
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("torchdata.dataloader2", exc_type=ImportError)
 
-from torchdata.dataloader2 import DataLoader2  # noqa: E402
-from torchdata.datapipes.iter import IterableWrapper  # noqa: E402
-from torchdata_graphs import (  # noqa: E402
-    MULTI,
-    Stays,
-    Uneven,
-    draw,
-    loader,
-    long_graph,
-    numbers,
-    service,
-    shuffled,
-)
+from torchdata.dataloader2 import DataLoader2
+from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
+from torchdata_graphs import MULTI, Stays, draw, loader, numbers, service, shuffled
+
+import cseq
 
 # Many loaders start here, and their processes import torch: spawned, they would take minutes.
 pytestmark = pytest.mark.needs("quick processes")
@@ -28,6 +20,10 @@ pytestmark = pytest.mark.needs("quick processes")
 
 def restored(state, num_workers=2, **options):
     return DataLoader2.from_state(state, service(num_workers, **options))
+
+
+def long_graph():
+    return shuffled(40).map(draw)
 
 
 def long_dispatched_graph():
@@ -43,16 +39,16 @@ GRAPHS = [long_graph, long_dispatched_graph, long_tail]
 
 
 @pytest.mark.parametrize("make", GRAPHS)
-@pytest.mark.parametrize("taken", [0, 1, 13])
-def test_state_within_an_epoch(make, taken):
-    """A restored loader continues with the next item, and then with the same epochs."""
+@pytest.mark.parametrize("taken", [0, 1, 13, None])
+def test_state_within_and_after_an_epoch(make, taken):
+    """A restored loader continues with the next item, or epoch, and then with the same epochs."""
     with loader(make()) as loaded:
         loaded.seed(1)
         list(loaded)
         items = iter(loaded)
         list(itertools.islice(items, taken))
         state = pickle.loads(pickle.dumps(loaded.state_dict()))
-        expected = [list(items), list(loaded)]
+        expected = [list(loaded if taken is None else items), list(loaded)]
     with restored(state) as loaded:
         assert [list(loaded), list(loaded)] == expected
 
@@ -88,17 +84,6 @@ def test_state_of_a_loader_without_seed():
         assert len(list(loaded)) == 40
 
 
-def test_state_between_epochs():
-    """A state from after the end of an epoch begins the next one."""
-    with loader(long_graph()) as loaded:
-        loaded.seed(1)
-        list(loaded)
-        state = loaded.state_dict()
-        expected = list(loaded)
-    with restored(state) as loaded:
-        assert list(loaded) == expected
-
-
 def test_state_of_a_restored_loader():
     """A restored loader can stop again, at once or later."""
     with loader(long_graph()) as loaded:
@@ -127,16 +112,24 @@ def test_state_for_another_number_of_workers():
         iter(loaded)
 
 
+class Uneven(IterDataPipe):
+    """A pipe whose number of items is its worker's number."""
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    def __iter__(self):
+        number = cseq.worker_info().number
+        yield from ((number, item) for item in range(self.counts[number]))
+
+
 def test_state_of_a_graph_that_has_changed():
     """If a graph now has fewer items than were taken, the loop gets an error."""
     with loader(Uneven((5, 5))) as loaded:
         list(itertools.islice(iter(loaded), 8))
         state = loaded.state_dict()
     state["serialized_datapipe"] = pickle.dumps(Uneven((2, 2)))
-    with (
-        restored(state) as loaded,
-        pytest.raises(RuntimeError, match=r"after 8 items .* only 4"),
-    ):
+    with restored(state) as loaded, pytest.raises(RuntimeError, match=r"after 8 items .* only 4"):
         list(loaded)
 
 
