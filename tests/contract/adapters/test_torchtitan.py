@@ -1,8 +1,7 @@
 """torchtitan's dataloader, by its contracts alone: the release's, and that in newer sources."""
 
-import subprocess
-import sys
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -53,11 +52,6 @@ def epochs(make_rows, number):
     return found
 
 
-def step_of(parts):
-    """Return the rows of a step from all ranks."""
-    return [row for part in parts for row in part]
-
-
 @both
 def test_a_batch_has_what_the_model_takes(config, contract):
     """Tokens, positions and labels are int64 tensors of one or two dimensions, without others."""
@@ -78,7 +72,7 @@ def test_all_ranks_end_at_the_same_step(config, contract, make_rows):
     loaders = [titan.build(config(repeat=False), contract, ROW, 2, r, 3) for r in range(3)]
     found = [*zip(*(titan.rows_of(loader, ROW) for loader in loaders), strict=True)]
     whole = epochs(make_rows, 1)
-    assert step_of([row for step in found for row in step]) == whole[: len(whole) // 6 * 6]
+    assert [*chain(*chain(*found))] == whole[: len(whole) // 6 * 6]
     assert [list(loader) for loader in loaders] == [[], [], []]
     again = titan.build(config(repeat=False), contract, ROW, 4)
     again.load_state_dict(loaders[1].state_dict())
@@ -93,21 +87,19 @@ def test_a_state_is_that_of_any_ranks(config, contract, make_rows, ranks, rows, 
     before = [[*titan.rows_of(loader, ROW, 2)] for loader in first]
     states = [loader.state_dict() for loader in first]
     assert states[0] == states[1]
-    loaders = [
-        titan.build(config(num_workers=workers), contract, ROW, rows, r, ranks)
-        for r in range(ranks)
-    ]
     whole = epochs(make_rows, 1)
     left, step = len(whole) - 12, ranks * rows
     steps = left // step
     after = []
-    for loader in loaders:
+    for rank in range(ranks):
+        loader = titan.build(config(num_workers=workers), contract, ROW, rows, rank, ranks)
         loader.load_state_dict({})
         loader.load_state_dict(states[0])
         after.append([*titan.rows_of(loader, ROW, steps + 1)])
-    found = [step_of(parts) for parts in (*zip(*before, strict=True), *zip(*after, strict=True))]
-    *found, last = found
-    assert [row for rows in found for row in rows] == whole[: 12 + steps * step]
+    # Each step has the rows of all ranks.
+    taken = (*zip(*before, strict=True), *zip(*after, strict=True))
+    *found, last = ([*chain(*parts)] for parts in taken)
+    assert [*chain(*found)] == whole[: 12 + steps * step]
     assert last == epochs(make_rows, 2)[len(whole) : len(whole) + step]
 
 
@@ -178,11 +170,3 @@ def test_a_batch_is_whole_rows(config, contract):
         config().build(dp_rank=0, dp_world_size=1, max_context_length=16, num_tokens_per_batch=40)
     with pytest.raises(TypeError, match="max_context_length=None"):
         config().build(dp_rank=0, dp_world_size=1)
-
-
-def test_without_torchtitan_the_import_says_what_to_install():
-    """The import error without torchtitan names it, or the module that torchtitan itself lacks."""
-    code = "import sys; sys.modules['{}'] = None; import cseq.adapters.torchtitan"
-    lack = [sys.executable, "-c", code.format("torchtitan")]
-    done = subprocess.run(lack, capture_output=True, text=True, check=False)
-    assert "ImportError: this adapter needs torchtitan; install it with: pip" in done.stderr
