@@ -1,8 +1,6 @@
 """`default_collate` in a worker of `cseq.DataLoader`: into the slot, with torch's results."""
 
-from __future__ import annotations
-
-from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ class Room:
     """Records what was allocated in the slot."""
 
     def __init__(self):
-        self.asked: list[int] = []
+        self.asked = []
 
     def empty(self, shape, dtype):
         made = np.empty(shape, dtype)
@@ -31,17 +29,13 @@ class Room:
 @pytest.fixture
 def room():
     """Collate as a worker does."""
-    before = dict(names.collate_map)
     batch_context = context.BatchContext(0, 1, 0)
     batch_context.allocator = room = Room()
     left = context.enter(batch_context)
-    collate.stack_in_slots()
-    try:
+    with mock.patch.dict(names.collate_map):
+        collate.stack_in_slots()
         yield room
-    finally:
-        context.enter(left)
-        names.collate_map.clear()
-        names.collate_map.update(before)
+    context.enter(left)
 
 
 BIG = (70, 80)
@@ -61,7 +55,7 @@ class Image(torch.Tensor):
         return result.as_subclass(torch.Tensor) if isinstance(result, cls) else result
 
 
-STACKED: list[Any] = [
+STACKED = [
     [torch.ones(BIG), torch.zeros(BIG)],
     [torch.ones(BIG, dtype=torch.bfloat16)] * 3,
     [torch.ones(80, 70).T, torch.ones(BIG)],
@@ -70,7 +64,7 @@ STACKED: list[Any] = [
     [np.ones(BIG), np.zeros(BIG)],
     [np.ones((80, 70), np.float16).T] * 4,
 ]
-SMALL: list[Any] = [
+SMALL = [
     [torch.ones(3), torch.zeros(3)],
     [torch.tensor(1), torch.tensor(2)],
     [torch.ones(0, 4)],
@@ -87,7 +81,7 @@ SMALL: list[Any] = [
     [torch.ones(2).as_subclass(Sub), torch.zeros(2).as_subclass(Sub)],
     [torch.ones(2).as_subclass(Image), torch.zeros(2).as_subclass(Image)],
 ]
-BAD: list[Any] = [
+BAD = [
     [torch.ones(2), torch.ones(3)],
     [torch.ones(BIG), torch.ones(3)],
     [np.ones(2), np.ones(3)],
@@ -101,52 +95,40 @@ BAD: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("samples", STACKED, ids=range(len(STACKED)))
+def torchs(samples):
+    """Collate by torch's own functions, from now on."""
+    names.collate_map.update({torch.Tensor: names.tensor_entry, np.ndarray: names.array_entry})
+    return default_collate(samples)
+
+
+@pytest.mark.parametrize("samples", STACKED + SMALL, ids=range(len(STACKED + SMALL)))
 def test_large_ones_are_stacked_into_the_slot(room, samples):
+    """The batch is torch's; only large tensors and arrays are in the slot."""
     batch = default_collate(samples)
-    assert room.asked == [batch.numel() * batch.element_size()]
-    names.collate_map.update({torch.Tensor: names.tensor_entry, np.ndarray: names.array_entry})
-    assert same(batch, default_collate(samples))
-
-
-@pytest.mark.parametrize("samples", SMALL, ids=range(len(SMALL)))
-def test_all_others_are_as_torchs(room, samples):
-    batch = default_collate(samples)
-    assert room.asked == []
-    names.collate_map.update({torch.Tensor: names.tensor_entry, np.ndarray: names.array_entry})
-    assert same(batch, default_collate(samples))
+    is_large = any(samples is each for each in STACKED)
+    assert room.asked == ([batch.numel() * batch.element_size()] if is_large else [])
+    assert same(batch, torchs(samples))
 
 
 @pytest.mark.parametrize("samples", BAD, ids=range(len(BAD)))
 def test_errors_are_torchs(room, samples):
     with pytest.raises((RuntimeError, TypeError)) as ours:
         default_collate(samples)
-    names.collate_map.update({torch.Tensor: names.tensor_entry, np.ndarray: names.array_entry})
     with pytest.raises(type(ours.value)) as theirs:
-        default_collate(samples)
+        torchs(samples)
     assert str(ours.value) == str(theirs.value)
-
-
-def test_what_requires_grad_is_an_error_in_a_worker(room):
-    names.set_worker_info(0, 1, 0, None)
-    try:
-        for shape in (BIG, (2,)):
-            with pytest.raises(RuntimeError, match="automatic differentiation"):
-                default_collate([torch.ones(shape, requires_grad=True)] * 2)
-    finally:
-        names.worker._worker_info = None
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("shape", [BIG, (2,)])
-def test_quantised_ones_are_stacked_in_a_worker_too(room, shape):
-    """In a worker, torch's own function raises for quantised tensors."""
+def test_special_tensors_in_a_worker(room, shape, monkeypatch):
+    """Those that require gradients are an error. Torch's function would refuse quantised ones."""
+    monkeypatch.setattr(names.worker, "_worker_info", None)
     names.set_worker_info(0, 1, 0, None)
-    try:
-        one = torch.quantize_per_tensor(torch.ones(shape), 0.5, 0, torch.qint32)
-        assert torch.equal(default_collate([one, one]).dequantize(), torch.ones(2, *shape))
-    finally:
-        names.worker._worker_info = None
+    with pytest.raises(RuntimeError, match="automatic differentiation"):
+        default_collate([torch.ones(shape, requires_grad=True)] * 2)
+    one = torch.quantize_per_tensor(torch.ones(shape), 0.5, 0, torch.qint32)
+    assert torch.equal(default_collate([one, one]).dequantize(), torch.ones(2, *shape))
 
 
 def test_the_users_own_functions_stay(room):
@@ -158,11 +140,9 @@ def test_the_users_own_functions_stay(room):
     assert default_collate([torch.ones(BIG)]) == "own"
 
 
-# ── the user's own collate function ────────────────────────────────────────────────────────
-
 LARGE = (512, 1024)
 
-OWN: list[tuple[Any, list[Any]]] = [
+OWN = [
     (torch.stack, [torch.rand(LARGE), torch.rand(LARGE)]),
     (torch.stack, [torch.rand(LARGE).bfloat16()] * 3),
     (torch.stack, [torch.rand(LARGE).as_subclass(Image)] * 2),
@@ -170,7 +150,7 @@ OWN: list[tuple[Any, list[Any]]] = [
     (lambda samples: torch.stack(tuple(samples), dim=0), [torch.rand(LARGE)] * 2),
     (lambda samples: {"a": [torch.stack(tensors=samples)]}, [torch.rand(LARGE)] * 2),
 ]
-NOT_OWN: list[tuple[Any, list[Any]]] = [
+NOT_OWN = [
     (torch.stack, [torch.rand(3)] * 2),
     (torch.stack, [torch.rand(LARGE), torch.rand(LARGE).double()]),
     (torch.stack, [torch.rand(LARGE).T] * 2),
@@ -186,8 +166,7 @@ NOT_OWN: list[tuple[Any, list[Any]]] = [
 @pytest.mark.parametrize(("function", "samples"), OWN)
 def test_large_tensors_of_the_users_own_function_are_in_the_slot(room, function, samples):
     """The slot holds the tensors of every batch, from the first on."""
-    own = collate.collating(function)
-    expected = function(samples)
+    own, expected = collate.collating(function), function(samples)
     for count in range(1, 4):
         assert same(own(samples), expected)
         assert len(room.asked) == count

@@ -29,8 +29,6 @@ def test_multiprocessings_own():
     assert hasattr(util._finalizer_registry, "clear")
 
 
-# ── another torch ──────────────────────────────────────────────────────────────────────────
-
 LOADS = """
 import logging, sys, warnings
 warnings.simplefilter("ignore")

@@ -18,17 +18,14 @@ from cseq.processes.launcher.base import KILLED  # noqa: E402
 # torch warns of this on machines with few processors.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-# Seconds that each start takes here.
-SLOW = 0.3
 
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _started_slowly(monkeypatch):
     """Start spawned workers later than the iterator, on any machine."""
     start = processes.SpawnLauncher._launch
 
     def start_late(*args):
-        time.sleep(SLOW)
+        time.sleep(0.3)
         return start(*args)
 
     monkeypatch.setattr(processes.SpawnLauncher, "_launch", start_late)
@@ -39,7 +36,6 @@ def spawned(count=2):
     return iter(cseq.DataLoader(Plain(), num_workers=count, multiprocessing_context="spawn"))
 
 
-@pytest.mark.usefixtures("_started_slowly")
 def test_a_process_is_there_as_soon_as_it_is_asked_for():
     """The same holds for torch, though `iter` does not wait for spawned workers."""
     iterator = spawned()
@@ -50,16 +46,11 @@ def test_a_process_is_there_as_soon_as_it_is_asked_for():
     assert [process.pid for process in iterator._workers] == pids
 
 
-@pytest.mark.usefixtures("_started_slowly")
-@pytest.mark.parametrize(
-    ("ask", "answer"),
-    [(lambda process: process.is_alive(), True), (lambda process: process.exitcode, None)],
-    ids=["is_alive", "exitcode"],
-)
-def test_it_is_alive_from_the_beginning(ask, answer):
+@pytest.mark.parametrize("first", ["is_alive", "exitcode"])
+def test_it_is_alive_from_the_beginning(first):
     iterator = spawned(1)
     (process,) = iterator._workers
-    assert ask(process) is answer
+    assert process.is_alive() if first == "is_alive" else process.exitcode is None
     process.kill()
     process.join(100)
     assert not process.is_alive()
@@ -67,7 +58,6 @@ def test_it_is_alive_from_the_beginning(ask, answer):
     iterator._shutdown_workers()
 
 
-@pytest.mark.usefixtures("_started_slowly")
 def test_a_process_that_will_not_be_started_is_not_waited_for():
     """A thread asks for a process that will not start, as another thread ends the loader."""
     iterator = spawned(2)
