@@ -266,7 +266,7 @@ def test_shards_may_be_of_any_size(make, sizes, known):
 
 
 def test_what_the_wrapped_dataset_cannot_do(make):
-    """Shards without support, an unknown order and an order of no sequences are errors."""
+    """Shards without support, an unknown order and an empty order are errors."""
     dataset = make(numbers())
     assert not dataset.supports_sharding()
     with pytest.raises(AssertionError):

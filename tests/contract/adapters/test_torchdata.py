@@ -106,7 +106,7 @@ def reset_seeds(pipe, info, seeds):
 
 
 def test_worker_functions():
-    """`worker_init_fn` may shard, and `worker_reset_fn` has the last word on the seeds.
+    """`worker_init_fn` may shard; `worker_reset_fn` has the last word on the seeds.
 
     The pipe that it returns serves that epoch only.
     """
@@ -193,7 +193,7 @@ def test_what_is_not_replicable_stays_here():
 
 
 def test_graphs_that_are_refused():
-    """The replicable part must be connected, as in torchdata; what was dispatched may be lost."""
+    """Replicable parts must be connected; what was dispatched is not made again."""
     with (
         loader(Stays(numbers()).zip(numbers())) as loaded,
         pytest.raises(AssertionError, match="single replicable branch"),

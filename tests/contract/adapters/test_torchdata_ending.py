@@ -57,7 +57,7 @@ def slowly(seconds, item):
 @pytest.mark.parametrize("make", [numbers, dispatched])
 @pytest.mark.parametrize(("worker", "main"), [(0, 0), (0, 10), (10, 0), (10, 10)])
 def test_shutdown_after_some_items(make, worker, main):
-    """`shutdown` returns before the start, and while items are on their way, even twice."""
+    """`shutdown` may come before the start, with items on their way, and twice."""
     service().finalize()
     for taken in (None, 0, 1, 10):
         options = {"worker_prefetch_cnt": worker, "main_prefetch_cnt": main}

@@ -41,7 +41,7 @@ GRAPHS = [long_graph, long_dispatched_graph, long_tail]
 @pytest.mark.parametrize("make", GRAPHS)
 @pytest.mark.parametrize("taken", [0, 1, 13, None])
 def test_state_within_and_after_an_epoch(make, taken):
-    """A restored loader continues with the next item, or epoch, and then with the same epochs."""
+    """A restored loader continues with the next item or epoch, then the same epochs."""
     with loader(make()) as loaded:
         loaded.seed(1)
         list(loaded)

@@ -122,7 +122,7 @@ def test_errors_are_torchs(room, samples):
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("shape", [BIG, (2,)])
 def test_special_tensors_in_a_worker(room, shape, monkeypatch):
-    """Those that require gradients are an error. Torch's function would refuse quantised ones."""
+    """Gradients are an error; quantised ones, which torch would refuse, are stacked."""
     monkeypatch.setattr(names.worker, "_worker_info", None)
     names.set_worker_info(0, 1, 0, None)
     with pytest.raises(RuntimeError, match="automatic differentiation"):

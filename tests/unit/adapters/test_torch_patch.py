@@ -1,4 +1,4 @@
-"""`install`: torch's own DataLoader class with cseq's workers, and where these cannot be."""
+"""`install`: torch's DataLoader class with cseq's workers, or with its own."""
 
 import contextlib
 import gc

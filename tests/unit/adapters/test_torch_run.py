@@ -77,7 +77,7 @@ atexit.register(lambda: print(sys.modules["__main__"].__dict__ is globals()))
 
 @pytest.fixture
 def scripts(tmp_path):
-    """Make a script with a module beside it, a link to it elsewhere, a folder and an archive."""
+    """Make a script with a module beside it, a link to it, a folder and an archive."""
     for folder in ("own", "own/program", "links"):
         (tmp_path / folder).mkdir()
     (tmp_path / "own/shows.py").write_text(SHOWS)
@@ -102,7 +102,7 @@ def scripts(tmp_path):
     ],
 )
 def test_a_script_sees_what_python_shows_it(run_command, scripts, arguments):
-    """The script sees its arguments, its name and the modules' search path, even after its end."""
+    """These are its arguments, its name and the search path, even after its end."""
     expected = called(scripts / "own", *arguments)
     assert expected.returncode == 0, expected.stderr
     done = run_command(scripts / "own", "run", *arguments)

@@ -19,7 +19,7 @@ from waiting import until
 @pytest.mark.parametrize("assign", ["turn", "free"])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_key_is_made_once(workers, assign, ordered, prefetch):
-    """Items come in the order of the keys, if that is asked for; worker k mod N makes key k."""
+    """Items come in the keys' order, if it is asked for; worker k mod N makes key k."""
     with streams(num_workers=workers, prefetch=prefetch) as s:
         for count in (0, 0, 1, 2, 2, 3, 5, 7, 7, 200, 400):
             begin(s, lists(count), ordered=ordered, assign=assign)

@@ -37,9 +37,9 @@ def test_uneven_streams_go_round(prefetch):
 
 
 def test_an_iterator_ends_with_its_epoch():
-    """Before the first `begin`, `iter` raises InterruptedError; after another, an older iterator.
+    """After another `begin`, an older iterator raises InterruptedError.
 
-    `ask` works even before.
+    So does `iter` before the first one, but `ask` works.
     """
     with streams() as s:
         assert s.ask("add", 1, 2) == [(0, 3), (1, 3)]
@@ -193,7 +193,7 @@ def test_a_forked_child_takes_no_items():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_begin_starts_the_workers(method):
-    """With `launch="begin"`, the first epoch starts them; later ones have the same workers."""
+    """With `launch="begin"`, the first epoch starts them, and later ones keep them."""
     with streams(start_method=method, launch="begin") as s:
         assert s.pids() == [None, None]
         assert s.begin([7, 5]) == [("begun", 0, 7), ("begun", 1, 5)]
