@@ -385,7 +385,7 @@ BUDGET = {
     "fleet": 622,
     "the longest file of cseq": 691,
     "the longest .pyx": 836,
-    "tests": 51_400,
+    "tests": 46_000,
     "the longest file of tests": 685,
     "orders": 4_157,
     "extension modules": 14,
