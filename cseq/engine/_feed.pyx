@@ -138,7 +138,8 @@ cdef class Feed:
     cdef readonly RunState run
     cdef public uint64_t generation
     cdef public object place
-    cdef readonly bint ended
+    # Other threads read this.
+    cdef uint32_t is_over
     # The ring of the latest ticket. For a stream, this is the worker.
     cdef readonly Py_ssize_t latest
     cdef readonly object skipped
@@ -392,11 +393,16 @@ cdef class Feed:
             self.cancel_all(k)
         self.source, self.ordered, self.place = source, ordered, place
         self.clear()
-        self.ended, self.units = False, 0
+        self.units = 0
+        cseq_store_rlx_u32(&self.is_over, False)
         self.before = 0 if source is None else source.consumed
         cseq_store_rlx_u64(&self.taken_count, 0)
         cseq_store_rlx_u64(&self.done_count, 0)
         return 0
+
+    @property
+    def ended(self):
+        return cseq_load_rlx_u32(&self.is_over) == 1
 
     @property
     def taken(self):
@@ -463,7 +469,7 @@ cdef class Feed:
         if self.length or self.source is None or not self.source.is_over():
             return False
         self.source.finish()
-        self.ended = True
+        cseq_store_rlx_u32(&self.is_over, True)
         if m.first_ns:
             now = cseq_now_ns()
             cseq_meter_step(m, now, False)
