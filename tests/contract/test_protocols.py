@@ -190,7 +190,8 @@ def test_an_exception_begins_an_epoch(kind, on_error):
 
 
 FILES = [
-    "sequence.py", "order/place.py", "engine/pool.py", "tickets/batches.py", "order/sampler.py",
+    "sequence.py", "order/place.py", "engine/pool.py", "engine/tickets/batches.py",
+    "order/sampler.py",
 ]  # fmt: skip
 
 

@@ -61,6 +61,9 @@ class Interrupting:
     def __init__(self, countdown, files, *, anywhere, handler=None):
         self.countdown, self.handler = countdown, handler
         chosen = tuple(PACKAGE + name.replace("/", os.sep) for name in files)
+        # No signal would ever strike in a file that has moved.
+        missing = [path for path in chosen if not os.path.exists(path)]
+        assert not missing, missing
         self.files = (LIBRARY, PACKAGE) if anywhere else chosen
         self.struck = threading.Event()
         # The last instruction.

@@ -69,8 +69,8 @@ class Paced:
 
 
 TAKING = (
-    "engine/pool.py", "tickets/batches.py", "encoding/transport.py", "memory/arena.py",
-    "encoding/codec.py", "crews/processes.py", "crews/threads.py",
+    "engine/pool.py", "engine/tickets/batches.py", "encoding/transport.py", "memory/arena.py",
+    "encoding/codec.py", "engine/crews/processes.py", "engine/crews/threads.py",
 )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def test_a_signal_handler_in_the_taking_of_a_batch(verb, share):
 
 
 MAKING = (
-    "crews/inline.py", "engine/pool.py", "tickets/batches.py", "indexing/indexer.py",
+    "engine/crews/inline.py", "engine/pool.py", "engine/tickets/batches.py", "indexing/indexer.py",
     "encoding/failure.py",
 )  # fmt: skip
 
@@ -176,8 +176,8 @@ def test_ctrl_c_anywhere_in_test_mode(bad):
 
 
 BEGINNING = (
-    "sequence.py", "engine/pool.py", "tickets/batches.py", "order/place.py", "manager.py",
-    "runs.py", "order/sampler.py", "crews/inline.py",
+    "sequence.py", "engine/pool.py", "engine/tickets/batches.py", "order/place.py", "manager.py",
+    "runs.py", "order/sampler.py", "engine/crews/inline.py",
 )  # fmt: skip
 
 
@@ -298,7 +298,7 @@ def test_a_signal_handler_in_a_start(kind, by):
         before = threading.active_count()
         handler = partial(refused, epochs.start) if by == "start" else epochs.m.finish
         strike = handled(
-            countdown, "sequence.py", "manager.py", "runs.py", "crews/threads.py", by=handler
+            countdown, "sequence.py", "manager.py", "runs.py", "engine/crews/threads.py", by=handler
         )
         with strike as struck, contextlib.suppress(InterruptedError):
             epochs.start()
