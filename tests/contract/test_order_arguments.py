@@ -16,7 +16,7 @@ TWO = {"a": cseq.Shuffled(5), "b": cseq.Shuffled(5)}
 SIZELESS = {"a": cseq.Shuffled()}
 BATCHES = Rows(9, is_batch=True)
 ROWS = r"sources\['b'\] are rows of samples, but the units of sources\['a'\] are samples; pass"
-NO_TOKENS = r"sources\['a'\]=.* does not provide it; pass"
+NO_TOKENS = r"mean number of tokens .* sources\['a'\]=.* does not provide it; pass"
 RARE = "'all', source 'b' makes an epoch longer"
 USUAL = {
     cseq.Balanced: {"order": cseq.Packed([1], 4), "step": 6},

@@ -135,15 +135,16 @@ def test_a_data_set_as_dset_size(given_, text):
         sampler(given_)
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(
     ("number", "consumed", "error"),
     [(-1, 0, ValueError), (2**64, 0, ValueError), (True, 0, TypeError), (0, -1, ValueError),
      (0, 11, ValueError), (0, 1.0, TypeError)],
 )  # fmt: skip
-def test_epoch_out_of_range(number, consumed, error):
+def test_epoch_out_of_range(number, consumed, error, shuffle):
     """An invalid epoch, or number of consumed samples, is an error."""
     with pytest.raises(error, match=r"epoch|consumed"):
-        sampler(10).source(number, consumed)
+        sampler(10, shuffle=shuffle).source(number, consumed)
 
 
 @pytest.mark.parametrize(("number", "error"), [(-1, OverflowError), (15, IndexError)])
