@@ -152,12 +152,12 @@ class Fetcher:
         if self.plan is None or not self.plan.has(*place):
             self.plan = Plan(self.reader.sizes, *place)
 
-    def _use(self, shards: list[int]) -> None:
+    def _use(self, shards: list[int], reader: int) -> None:
         for number in shards:
             if number in self.have:
                 self.have[number] = self.have.pop(number)
         if self.plan is not None:
-            self.plan.advance(shards)
+            self.plan.advance(shards, reader)
 
     async def _open(self) -> None:
         """Read or create the index, and find the shards already in the folder."""

@@ -41,9 +41,12 @@ class Plan:
     def __init__(self, sizes: Ints, window: int, seed: int, epoch: int, shard: int) -> None:
         self.window, self.seed, self._sizes = window, seed, sizes
         self.count = -(-len(sizes) // window)
+        self._smallest = len(sizes) // self.count
         self._turns = lru_cache(4)(self._turns_of)
         self._next = lru_cache(1)(self._next_of)
         self.front = int(self._turns(epoch)[shard])
+        # The window of each reader's latest batch, without those before `front` - BACK.
+        self._latest: dict[int, int] = {}
 
     def _turns_of(self, epoch: int) -> Ints:
         """Return the window number of each shard in an epoch."""
@@ -60,13 +63,22 @@ class Plan:
             return False
         return bool(-BACK <= self._turns(epoch)[shard] - self.front <= FORTH)
 
-    def advance(self, shards: list[int]) -> None:
-        """Advance to the window of a batch's shards, if they come from this order."""
-        epoch = self.front // self.count
-        for turns in (self._turns(epoch)[shards], self._turns(epoch + 1)[shards]):
+    def advance(self, shards: list[int], reader: int) -> None:
+        """Advance to the window of a reader's batch, if its shards come from this order.
+
+        The shards may be close to each other in several epochs. Readers do not go back, so the
+        first match that is not before the reader's previous window is used.
+        """
+        least = max(self._latest.get(reader, 0), self.front - BACK)
+        # Windows between a batch's first and last one are complete.
+        most = (len(shards) - 2) // self._smallest + 1
+        for epoch in range(least // self.count, least // self.count + 3):
+            turns = self._turns(epoch)[shards]
             low, span = int(turns.min()), int(np.ptp(turns))
-            if span < len(shards) and self.front <= low <= self.front + FORTH + span:
-                self.front = low
+            if span <= most and least <= low <= self.front + FORTH + span:
+                self.front = max(self.front, low)
+                kept = {one: turn for one, turn in self._latest.items() if turn > self.front - BACK}
+                self._latest = {**kept, reader: low}
                 return
 
     def uses(self) -> Ints:

@@ -8,6 +8,7 @@ import mmap
 import os
 import pickle
 import shutil
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -243,7 +244,7 @@ class Shards(Reader):
                 )
         while missing := [number for number in shards if number not in mapped]:
             self._ask("need", missing, use=partial(self._map_there, mapped=mapped))
-        self._ask("use", shards, answers=False)
+        self._ask("use", shards, threading.get_native_id(), answers=False)
         self._mapped = mapped
         return mapped
 

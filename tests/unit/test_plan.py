@@ -32,11 +32,36 @@ def test_it_follows_the_order(window, seed, least):
         ahead = shards_of(sizes, window, seed, epoch, 0, total)
         for start in range(0, total, 2):
             used = {*ahead[start : start + 2].tolist()}
-            plan.advance([*used])
+            plan.advance([*used], 0)
             left = [*dict.fromkeys(ahead[start:].tolist())]
             assert used <= {*plan.coming(0)}
             assert not least or {*left[: plan.window]} <= {*plan.coming(0)}
         assert plan.count == 1 or plan.front // plan.count == epoch
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("batch", [1, 5, 40, 90])
+@pytest.mark.parametrize(("shards", "window"), [(16, 2), (24, 4), (36, 3)])
+def test_slow_readers_do_not_move_it(shards, window, batch, seed):
+    """Among readers that are up to two windows apart, the plan is that of the first, or near it."""
+    rng, sizes, plan = np.random.default_rng(seed), np.full(shards, 10), None
+    batches = []
+    for epoch in range(4):
+        order = shards_of(sizes, window, seed, epoch, None, None)
+        plan = plan or plan_at(sizes, window, seed)
+        for start in range(0, len(order), batch):
+            turn = epoch * plan.count + start // (10 * window)
+            batches.append((turn, np.unique(order[start : start + batch]).tolist()))
+    coming = iter(batches)
+    reading, first = [next(coming) for _ in range(4)], 0
+    while None not in reading:
+        latest = min(turn for turn, _ in reading) + 2
+        reader = int(rng.choice([k for k, (turn, _) in enumerate(reading) if turn <= latest]))
+        turn, used = reading[reader]
+        first = max(first, turn)
+        plan.advance(used, reader)
+        assert first - (1 if batch < 10 else 4) <= plan.front <= first
+        reading[reader] = next(coming, None)
 
 
 def test_shards_come_in_the_order_of_their_windows():
@@ -48,17 +73,17 @@ def test_shards_come_in_the_order_of_their_windows():
     assert {*plan.coming(0)} == {*expected[:6]}
     assert {*plan.coming(3)} == {*expected[:9]}
     # This is too far ahead to be true.
-    plan.advance(expected[18:20])
+    plan.advance(expected[18:20], 0)
     assert plan.front == 0
-    plan.advance(expected[3:5])
+    plan.advance(expected[3:5], 0)
     assert {*plan.coming(0)} == {*expected[3:9]}
 
 
 def test_a_batch_of_another_order_moves_nothing():
     """Shards of many windows at once belong to another order."""
     plan = plan_at(np.full(40, 5), 2, 1)
-    plan.advance([*range(0, 40, 7)])
-    plan.advance([plan.coming(0)[0], int(np.argmax(plan.uses()))])
+    plan.advance([*range(0, 40, 7)], 0)
+    plan.advance([plan.coming(0)[0], int(np.argmax(plan.uses()))], 0)
     assert plan.front == 0
 
 
