@@ -370,7 +370,7 @@ class Resized(Composed):
     def draws(self, seed: int) -> Draws:
         def draw(epoch: int, units: Ints) -> Drawn:
             numbers = units.view(np.uint64) + np.uint64(epoch * self._size & WORD)
-            return slice(None), numbers, [(0, 0, len(units))]
+            return slice(None), np.zeros(len(units), np.uint16), numbers
 
         return draw
 

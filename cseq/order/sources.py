@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 MOST_SOURCES = 2**16 - 1
 # Number of units to read ahead per source.
 FEW = 64
-# Units sorted by source: the original position of each unit, its number in its source (over all
-# epochs, modulo 2**64), and the range of each source's units as (source, start, stop).
-Drawn: TypeAlias = "tuple[Ints | slice, NDArray[np.uint64], list[tuple[int, int, int]]]"
+# Units sorted by source: the original position of each unit, its source, and its number in its
+# source (over all epochs, modulo 2**64).
+Drawn: TypeAlias = "tuple[Ints | slice, NDArray[np.uint16], NDArray[np.uint64]]"
 Draws: TypeAlias = "Callable[[int, Ints], Drawn]"
 
 
@@ -68,8 +68,9 @@ class Composed(Order):
             for s, number, part in passes(drawn, self.sources):
                 values, lengths = gather(readers[s], number, part)
                 samples.append(values + firsts[s])
-                sizes.append(np.ones(len(part), np.int64) if lengths is None else lengths)
-            return ordered(drawn[0], np.concatenate(samples), np.concatenate(sizes), self.room)
+                if self.room > 1:
+                    sizes.append(np.ones(len(part), np.int64) if lengths is None else lengths)
+            return ordered(drawn[0], np.concatenate(samples), sizes)
 
         return ArrayReader(self, seed, read, ahead=AHEAD + FEW * len(readers))
 
@@ -101,27 +102,27 @@ def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
 def by_source(unit_sources: NDArray[np.uint16], draws: NDArray[np.uint64]) -> Drawn:
     """Sort units by source."""
     order = unit_sources.argsort(kind="stable")
-    pairs = enumerate(itertools.pairwise([0, *np.bincount(unit_sources).cumsum().tolist()]))
-    return order, draws.take(order), [(s, a, b) for s, (a, b) in pairs if a < b]
+    return order, unit_sources.take(order), draws.take(order)
 
 
 def passes(drawn: Drawn, sources: Mapping[str, Order]) -> Iterator[tuple[int, int, Ints]]:
     """Split units by source and by the source's epoch. Yield (source, epoch, units)."""
-    sizes = [order.units for order in sources.values()]
-    for s, start, stop in drawn[2]:
-        epochs, units = np.divmod(drawn[1][start:stop], np.uint64(sizes[s]))
-        for first, last in runs(epochs):
-            yield s, int(epochs[first]), units[first:last].view(np.int64)
+    _, unit_sources, draws = drawn
+    sizes = np.array([order.units for order in sources.values()], np.uint64)
+    epochs, units = np.divmod(draws, sizes.take(unit_sources))
+    for start, stop in runs(unit_sources, epochs):
+        yield int(unit_sources[start]), int(epochs[start]), units[start:stop].view(np.int64)
 
 
-def ordered(order: Ints | slice, values: Ints, sizes: Ints, room: int) -> Read:
-    """Restore the original order of units of at most `room` samples each."""
+def ordered(order: Ints | slice, values: Ints, sizes: list[Ints]) -> Read:
+    """Restore the original order of units. `sizes` is empty if each has one sample."""
     if isinstance(order, slice):
-        return values, None if room == 1 else sizes
-    if room == 1:
+        return values, np.concatenate(sizes) if sizes else None
+    if not sizes:
         mixed = np.empty_like(values)
         mixed[order] = values
         return mixed, None
+    counts = np.concatenate(sizes)
     lengths, begins = np.empty((2, len(order)), np.int64)
-    lengths[order], begins[order] = sizes, sizes.cumsum() - sizes
+    lengths[order], begins[order] = counts, counts.cumsum() - counts
     return values[spans(begins, lengths)], lengths
