@@ -141,10 +141,8 @@ def worlds(mode, folder, seed):
         mine += batch[:, 0].tolist()
     every = gathered(mine)
     seen = [sample for part in (*before, *every) for sample in part]
-    is_whole = set(seen) == set(range(length))
-    return (
-        None if is_whole and len(seen) < length + size * len(every) else f"{seed}: {sorted(seen)}"
-    )
+    is_whole = set(seen) == set(range(length)) and len(seen) < length + size * len(every)
+    return None if is_whole else f"{seed}: {sorted(seen)}"
 
 
 def main(mode, *arguments):

@@ -1,4 +1,4 @@
-"""The fixtures of the recipes' tests: the recipes on the path, and a separate folder."""
+"""The recipes on the path, and a folder for each test, in which it and its scripts run."""
 
 import contextlib
 import sys
@@ -8,7 +8,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import recipes as page
+from recipes import RECIPES
+
+sys.path.insert(0, str(RECIPES))
 
 with contextlib.suppress(ImportError):
     import tqdm
@@ -25,18 +27,9 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.filterwarnings("error:iterating a manager"))
 
 
-@pytest.fixture(scope="session")
-def recipes():
-    """Make the recipes importable."""
-    sys.path.insert(0, str(page.RECIPES))
-    yield page.RECIPES
-    sys.path.remove(str(page.RECIPES))
-
-
 @pytest.fixture(autouse=True)
-def folder(recipes, tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     """Run each test in an empty folder, on the CPU, without the network."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return tmp_path

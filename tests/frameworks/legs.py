@@ -3,8 +3,6 @@
 Each run is a forked process, or one for each rank, so imports happen once.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -16,7 +14,6 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,14 +48,7 @@ class Collator:
 
 
 class Net(torch.nn.Module):
-    """Records its calls and its losses.
-
-    Parameters
-    ----------
-    dropout : float
-    kill_at : int, optional
-        The training batch at which rank 0 kills itself.
-    """
+    """Records its calls and its losses; rank 0 kills itself at the training batch `kill_at`."""
 
     def __init__(self, dropout=0.0, kill_at=None):
         super().__init__()
@@ -66,7 +56,7 @@ class Net(torch.nn.Module):
         self.layer = torch.nn.Linear(3, 3)
         self.dropout = torch.nn.Dropout(dropout)
         self.kill_at = kill_at
-        self.seen: dict[bool, list[Any]] = {True: [], False: []}
+        self.seen = {True: [], False: []}
 
     def forward(self, x, labels):
         seen = self.seen[self.training]

@@ -59,10 +59,7 @@ def train(samples, loaders, saver, options, resume, kill_at):
     trainer = lightning.Trainer(
         max_epochs=EPOCHS,
         accelerator="cpu",
-        callbacks=[
-            SaveState(),
-            ModelCheckpoint("checkpoints", "{step}", save_top_k=-1, **saver),
-        ],
+        callbacks=[SaveState(), ModelCheckpoint("checkpoints", "{step}", save_top_k=-1, **saver)],
         **QUIET,
         **options,
     )
@@ -98,20 +95,11 @@ def leg(chosen, ranks):
     held_out.append({**held_out[0], "seed": 8, "shuffle": True})
     held_out = held_out[: chosen.randint(0, 2)]
     if held_out:
-        options |= chosen.choice(
-            (
-                {},
-                {"val_check_interval": min(length, accumulate * chosen.randint(1, steps))},
-                {"check_val_every_n_epoch": 2},
-                {"limit_val_batches": 2},
-            )
-        )
-    savers = [
-        *({"every_n_train_steps": 1},) * 2,
-        {"save_on_train_epoch_end": True},
-        {},
-        *({"save_on_train_epoch_end": False},) * len(held_out),
-    ]
+        limits = [{}, {"val_check_interval": min(length, accumulate * chosen.randint(1, steps))}]
+        limits += [{"check_val_every_n_epoch": 2}, {"limit_val_batches": 2}]
+        options |= chosen.choice(limits)
+    savers = [{"every_n_train_steps": 1}] * 2 + [{"save_on_train_epoch_end": True}, {}]
+    savers += [{"save_on_train_epoch_end": False}] * len(held_out)
     saver = chosen.choice(savers)
     run = train, samples, [loader, held_out, own], saver, options
     kill_at = chosen.randint(2 * length, EPOCHS * length - 1)

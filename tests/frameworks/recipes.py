@@ -1,25 +1,24 @@
 """The folder of the pages' recipes, and the batches that train their networks."""
 
-from __future__ import annotations
-
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 RECIPES = ROOT / "examples" / "frameworks"
 
 SAMPLES, BATCH, EPOCHS = 103, 8, 3
 LENGTH = -(-SAMPLES // BATCH)
-
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 CSEQ_RUN = ("-m", "cseq", "run")
@@ -72,75 +71,67 @@ def record_torch(monkeypatch, record, held_out=None):
     monkeypatch.setattr(net.Net, "forward", recording)
 
 
-def run(command, folder, recipes, *, killed=False):
-    """Run a script in a folder with importable recipes, and only loopback as network.
+def run(command, *, killed=False):
+    """Run a script in the current folder with importable recipes, and only loopback as network.
 
     With `killed`, it must kill itself.
     """
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(recipes), str(ROOT), str(Path(__file__).parent)]),
+        "PYTHONPATH": os.pathsep.join(map(str, (RECIPES, ROOT, HERE))),
         "MASTER_ADDR": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
     }
+    command = [sys.executable, *map(str, command)]
     done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
+        command, env=env, capture_output=True, text=True, timeout=110, check=False
     )
     assert (done.returncode != 0) is killed, f"{done.stdout}\n{done.stderr}"
     assert not killed or done.returncode == -signal.SIGKILL or "Signal 9 (SIGKILL)" in done.stderr
     return done.stdout
 
 
-def on_two_ranks(module, arguments, folder, recipes, launcher=TORCHRUN):
+def results_of(ranks, command, *, killed=False):
+    """Run a script of this folder's, after its launcher; return what each rank has written."""
+    results = [Path(f"rank{rank}.json") for rank in range(ranks)]
+    for path in results:
+        path.unlink(missing_ok=True)
+    run(command, killed=killed)
+    return [] if killed else [json.loads(path.read_text(encoding="utf-8")) for path in results]
+
+
+def on_two_ranks(module, arguments, launcher=TORCHRUN):
     """Run a recipe's `train` in a group of two; return each rank's training batches."""
-    script = str(Path(__file__).with_name("two_ranks.py"))
-    results = [folder / f"rank{rank}.json" for rank in range(2)]
-    for path in results:
-        path.unlink(missing_ok=True)
-    run([*launcher, script, module, json.dumps(arguments)], folder, recipes)
-    return [json.loads(path.read_text(encoding="utf-8")) for path in results]
+    return results_of(2, [*launcher, HERE / "recipes.py", module, json.dumps(arguments)])
 
 
-def loader_runs(module, runs, folder, recipes, launcher=(), ranks=1):
-    """Train with a recipe of `cseq.DataLoader` in separate processes; see loader_runs.py.
+def loader_runs(module, runs, launcher=(), ranks=1):
+    """Train with a recipe in other processes; return each rank's output; see loader_runs.py."""
+    command = [*launcher, HERE / "loader_runs.py", module, Path.cwd(), json.dumps(runs)]
+    return results_of(ranks, command, killed=any("killed" in each for each in runs))
 
-    Return the output of each rank.
-    """
-    script = str(Path(__file__).with_name("loader_runs.py"))
-    results = [folder / f"rank{rank}.json" for rank in range(ranks)]
-    for path in results:
-        path.unlink(missing_ok=True)
-    killed = any("killed" in each for each in runs)
-    command = [*launcher, script, module, str(folder), json.dumps(runs)]
-    run(command, folder, recipes, killed=killed)
-    if killed:
-        return []
-    return [json.loads(path.read_text(encoding="utf-8")) for path in results]
+
+def trained(driver, runs):
+    """Run a script that trains for each of these options; return the batches that it prints."""
+    lines, said = run(["-c", driver, json.dumps(runs)]).splitlines(), "trained: "
+    return [json.loads(line.removeprefix(said)) for line in lines if line.startswith(said)]
 
 
 def recorded(monkeypatch, recipe, stop_after=None, **options):
     """Call a recipe's `train` to its end or an interruption; return its training batches."""
     record = Record(stop_after)
+    stops = contextlib.nullcontext() if stop_after is None else pytest.raises(Interrupted)
     with monkeypatch.context() as patch:
         if hasattr(recipe, "update"):
             # This is JAX's recipe.
             record_update(patch, recipe, record)
         else:
             record_torch(patch, record)
-        if stop_after is None:
+        with stops:
             recipe.train(**options)
-        else:
-            with pytest.raises(Interrupted):
-                recipe.train(**options)
     return record
 
 
@@ -160,7 +151,7 @@ class Read:
 
     def __init__(self, manager=None):
         self.manager = manager
-        self.readings: list[Any] = []
+        self.readings = []
 
     def stats(self):
         self.readings.append(self.manager.stats())
@@ -173,3 +164,21 @@ class Read:
 def figures_of(logged):
     """Select cseq's figures from a framework's log."""
     return {name: value for name, value in logged.items() if name.startswith("cseq/")}
+
+
+def main(module, arguments):
+    """Run a recipe's `train` on this rank of a process group; write its training batches."""
+    record = Record()
+    with pytest.MonkeyPatch.context() as patch:
+        record_torch(patch, record)
+        if module == "with_ddp":
+            import torch.distributed as dist
+
+            dist.init_process_group("gloo")
+        import_module(module).train(**json.loads(arguments))
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")
+    Path(f"rank{rank}.json").write_text(json.dumps(record), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -3,43 +3,28 @@
 It runs in its own process, as Composer imports torchvision, which `vision` replaces there.
 """
 
-import json
 from importlib.util import find_spec
 
 import pytest
-from recipes import LENGTH, run, stream
+from recipes import LENGTH, run, stream, trained
 
 if find_spec("composer") is None:
     pytest.skip("composer is not installed", allow_module_level=True)
 
 DRIVER = """
 import json, sys
-
+import pytest
 import vision
-import net
 import with_composer
-from recipes import Interrupted, Record
+from recipes import recorded
 
-forward = net.Net.forward
-
-
-def recording(self, x):
-    record.add(x)
-    return forward(self, x)
-
-
-net.Net.forward = recording
 for options in json.loads(sys.argv[1]):
-    record = Record(options.pop("stop_after", None))
-    try:
-        with_composer.train(**options)
-    except Interrupted:
-        pass
-    print("trained:", list(record))
+    with pytest.MonkeyPatch.context() as patch:
+        print("trained:", recorded(patch, with_composer, **options))
 """
 
 
-def test_its_epochs_and_its_resumes(recipes, folder):
+def test_its_epochs_and_its_resumes():
     """Three epochs are cseq's; interrupted in mid-epoch and after one, training resumes exactly."""
     expected = stream(0, 1, 2)
     runs, batches = [{}], [expected]
@@ -48,10 +33,7 @@ def test_its_epochs_and_its_resumes(recipes, folder):
         runs += [{**options, "stop_after": taken + 2}]
         runs += [{**options, "load_path": f"checkpoints/{taken}.pt"}]
         batches += [expected[: taken + 2], expected[taken:]]
-    output = run(["-c", DRIVER, json.dumps(runs)], folder, recipes)
-    prefix = "trained: "
-    found = [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
-    assert [json.loads(line) for line in found] == batches
+    assert trained(DRIVER, runs) == batches
 
 
 MONITORED = """
@@ -66,13 +48,11 @@ from recipes import LENGTH, figures_of
 logger, readings = InMemoryLogger(), []
 make = with_composer.batches
 
-
 def batches(**options):
     manager = make(**options)
     read = manager.stats
     manager.stats = lambda: readings.append(read()) or readings[-1]
     return manager
-
 
 with_composer.batches = batches
 with_composer.Figures = partial(with_composer.Figures, 5)
@@ -89,6 +69,6 @@ print("all is well")
 """
 
 
-def test_its_loggers_have_figures(recipes, folder):
+def test_its_loggers_have_figures():
     """Every fifth batch has the figures of stats() since the last, with that batch's timestamp."""
-    assert run(["-c", MONITORED], folder, recipes).endswith("all is well\n")
+    assert run(["-c", MONITORED]).endswith("all is well\n")

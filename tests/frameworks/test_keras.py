@@ -1,41 +1,36 @@
 """Keras trains on cseq's batches with the backends of torch and JAX: its epochs, its resumes."""
 
-import json
 from importlib.util import find_spec
 
 import pytest
-from recipes import LENGTH, run, stream
+from recipes import LENGTH, run, stream, trained
 
 if find_spec("keras") is None:
     pytest.skip("keras is not installed", allow_module_level=True)
 # Each backend has a process, since Keras chooses it at its import.
 DRIVER = """
-import json, sys
+import contextlib, json, sys
 import keras
 import with_keras
 from recipes import Interrupted, Record
-
 
 class Recording(keras.Sequential):
     def train_step(self, *args):
         record.add(args[-1][0])  # torch's backend has the data alone, JAX's a state before it
         return super().train_step(*args)
 
-
 for options in json.loads(sys.argv[1]):
     net = Recording([keras.Input((2,)), keras.layers.Dense(3, activation="softmax")])
     net.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True, jit_compile=False)
     record = Record(options.pop("stop_after", None))
-    try:
+    with contextlib.suppress(Interrupted):
         with_keras.train(net, verbose=0, **options)
-    except Interrupted:
-        pass
     print("trained:", list(record))
 """
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_its_epochs_and_its_resumes(backend, recipes, folder, monkeypatch):
+def test_its_epochs_and_its_resumes(backend, monkeypatch):
     """Three epochs are cseq's; interrupted in mid-epoch and after one, training resumes exactly."""
     pytest.importorskip(backend)
     monkeypatch.setenv("KERAS_BACKEND", backend)
@@ -45,21 +40,18 @@ def test_its_epochs_and_its_resumes(backend, recipes, folder, monkeypatch):
         options = {"folder": f"{every}-{stop_after}", "every": every}
         runs += [{**options, "stop_after": stop_after}, options]
         batches += [expected[:stop_after], expected[taken:]]
-    output = run(["-c", DRIVER, json.dumps(runs)], folder, recipes)
-    prefix = "trained: "
-    found = [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
-    assert [json.loads(line) for line in found] == batches
+    assert trained(DRIVER, runs) == batches
 
 
-FIGURES = """
+HEAD = """
 import keras
 import with_keras
-from cseq.adapters.keras import Batches
+from cseq.adapters.keras import Batches, SaveState
 from data import batches
 from recipes import LENGTH, figures_of
-
+"""
+FIGURES = """
 logged, shown = [], []
-
 
 class Logger(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
@@ -72,11 +64,9 @@ class Logger(keras.callbacks.Callback):
             assert len(found) == 17
             logged.append(self.step)
 
-
 class Bar(keras.callbacks.ProgbarLogger):
     def on_train_batch_end(self, batch, logs=None):
         shown.append(figures_of(logs))
-
 
 net = with_keras.network()
 with batches(out_type="null").start() as manager:
@@ -84,16 +74,9 @@ with batches(out_type="null").start() as manager:
     net.fit(Batches(manager), epochs=3, callbacks=callbacks, verbose=0)
 assert logged == list(range(5, 3 * LENGTH + 1, 5)), logged
 assert shown == [{}] * (3 * LENGTH)
-print("all is well")
 """
 
 STEPS = """
-import keras
-import with_keras
-from cseq.adapters.keras import Batches
-from data import batches
-
-
 class Steps(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self.done = 0
@@ -104,62 +87,48 @@ class Steps(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         taken.append(self.done)
 
-
 taken = []
 for steps in (5, 30):
     with batches(out_type="null", repeat=True).start() as manager:
         options = {"epochs": 3, "steps_per_epoch": steps, "verbose": 0, "callbacks": [Steps()]}
         with_keras.network().fit(Batches(manager), **options)
 assert taken == [5, 5, 5, 30, 30, 30], taken
-print("all is well")
 """
 
 FAILED = """
-import json
-import with_keras
-from cseq.adapters.keras import SaveState
-
+import contextlib, json
+from pathlib import Path
 
 class Manager:
     def state_dict(self):
         return {}
-
 
 def full(path):
     with open(path, "w") as file:
         file.write("half")
     raise OSError(28, "No space left on device")
 
-
 saver, net = SaveState(Manager(), "saved", 1), with_keras.network()
 net.build((None, 2))
 saver.set_model(net)
 for _ in range(2):
     saver.save()
-    with open("saved/batches.json") as file:
-        named = json.load(file)["weights"]
-    with open(f"saved/{named}", "rb") as file:
-        whole = file.read()
+    named = json.loads(Path("saved/batches.json").read_text())["weights"]
+    whole = Path(f"saved/{named}").read_bytes()
     whole_save, net.save_weights = net.save_weights, full
     for _ in range(3):
-        try:
+        with contextlib.suppress(OSError):
             saver.save()
-        except OSError:
-            pass
     net.save_weights = whole_save
-    with open("saved/batches.json") as file:
-        assert json.load(file)["weights"] == named
-    with open(f"saved/{named}", "rb") as file:
-        assert file.read() == whole
-print("all is well")
+    assert json.loads(Path("saved/batches.json").read_text())["weights"] == named
+    assert Path(f"saved/{named}").read_bytes() == whole
 """
 
 
-@pytest.mark.parametrize(
-    "script", [FIGURES, STEPS, FAILED], ids=["figures", "steps", "failed saves"]
-)
-def test_what_goes_on(script, recipes, folder, monkeypatch):
+@pytest.mark.parametrize("script", [FIGURES, STEPS, FAILED], ids=["figures", "steps", "failures"])
+def test_what_goes_on(script, monkeypatch):
     """Logs have figures; with `repeat`, epochs have their steps; a failed save changes nothing."""
     pytest.importorskip("torch")
     monkeypatch.setenv("KERAS_BACKEND", "torch")
-    assert run(["-c", script], folder, recipes).endswith("all is well\n")
+    script = f"{HEAD}{script}print('all is well')"
+    assert run(["-c", script]).endswith("all is well\n")

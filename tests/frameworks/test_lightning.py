@@ -1,34 +1,25 @@
-"""Lightning trains on cseq's batches: its epochs, its resumes, its validation, its ranks."""
+"""Lightning trains on cseq's batches: its epochs, its limits, its validation, its monitor."""
 
 import pytest
-from recipes import (
-    EPOCHS,
-    LENGTH,
-    Interrupted,
-    Read,
-    Record,
-    figures_of,
-    on_two_ranks,
-    record_torch,
-    stream,
-)
+from recipes import EPOCHS, LENGTH, Read, Record, figures_of, record_torch, stream
 
 pytest.importorskip("lightning")
 
+import lightning
+import with_lightning
+from lightning.pytorch.loggers import CSVLogger
 
-def fit(monkeypatch, stop_after=None, **options):
+from cseq.adapters.lightning import DataModule, Monitor
+
+from data import batches
+
+
+def fit(monkeypatch, **options):
     """Run the recipe; return its training batches and its held-out ones."""
-    import with_lightning
-
-    record, held_out = Record(stop_after), Record()
+    record, held_out = Record(), Record()
     with monkeypatch.context() as patch:
         record_torch(patch, record, held_out)
-        options = {"logger": False, "enable_progress_bar": False, **options}
-        if stop_after is None:
-            with_lightning.train(**options)
-        else:
-            with pytest.raises(Interrupted):
-                with_lightning.train(**options)
+        with_lightning.train(logger=False, enable_progress_bar=False, **options)
     return record, held_out
 
 
@@ -38,16 +29,6 @@ def test_its_epochs_are_ours(monkeypatch):
     order = stream(0, shuffle=False)
     assert record == stream(0, 1, 2)
     assert held_out == order[:2] + order * 3
-
-
-@pytest.mark.parametrize("taken", [5, 15, LENGTH, 2 * LENGTH])
-def test_a_resume_gives_the_rest(monkeypatch, taken):
-    """It continues from a checkpoint in mid-epoch, or with an epoch's last batch."""
-    every = taken if taken % LENGTH == 0 else 5
-    first, _ = fit(monkeypatch, stop_after=taken + 2, every=every)
-    assert first == stream(0, 1, 2)[: taken + 2]
-    rest, _ = fit(monkeypatch, ckpt_path=f"checkpoints/step={taken}.ckpt", every=every)
-    assert rest == stream(0, 1, 2)[taken:]
 
 
 def test_a_limit_ends_epochs_early(monkeypatch):
@@ -62,28 +43,8 @@ def test_a_limit_ends_epochs_early(monkeypatch):
         assert rest == expected[taken:]
 
 
-def test_two_ranks(recipes, folder):
-    """With `strategy="ddp"`, each rank trains on its own shard, before and after a resume."""
-    ranks = [stream(0, 1, 2, rank=rank, world_size=2) for rank in range(2)]
-    arguments = {"strategy": "ddp", "devices": 2, "every": 1, "logger": False}
-    assert on_two_ranks("with_lightning", arguments, folder, recipes, launcher=()) == ranks
-    # These are in mid-epoch, and after two epochs of seven batches each.
-    for taken in (9, 14):
-        arguments["ckpt_path"] = f"checkpoints/step={taken}.ckpt"
-        rest = on_two_ranks("with_lightning", arguments, folder, recipes, launcher=())
-        assert rest == [rank[taken:] for rank in ranks]
-
-
 def test_the_monitor_logs_beside_the_loss(monkeypatch):
     """Every fifth batch has the figures of stats() since the last ones, at the step of its loss."""
-    import lightning
-    import with_lightning
-    from lightning.pytorch.loggers import CSVLogger
-
-    from cseq.adapters.lightning import DataModule, Monitor
-
-    from data import batches
-
     logged = []
 
     class Logger(CSVLogger):
@@ -124,10 +85,8 @@ def test_the_monitor_logs_beside_the_loss(monkeypatch):
     assert [found for _, found in figures] == read.figures()
 
 
-def test_a_loader_that_does_not_count(folder):
+def test_a_loader_that_does_not_count():
     """An object without figures is refused, and so is a manager instead of a function."""
-    from cseq.adapters.lightning import DataModule, Monitor
-
     with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); pass a cseq manager"):
         Monitor([])
     with pytest.raises(ValueError, match="every=0 is below 1"):

@@ -1,40 +1,55 @@
 """Frameworks that keep cseq's state in their checkpoints: its epochs, and the rest after a stop."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
 
 import pytest
-from recipes import LENGTH, figures_of, on_two_ranks, recorded, stream
-
-
-class Stop(NamedTuple):
-    """Batches before an interruption, those in the checkpoint, and the options of both runs."""
-
-    after: int
-    taken: int
-    options: dict[str, Any]
-    resume: Any
-
+from recipes import LENGTH, TORCHRUN, figures_of, on_two_ranks, recorded, stream
 
 # In mid-epoch, in the next one, and between them.
 AT = (10, LENGTH + 5, LENGTH)
+QUIET = {"logger": False, "enable_progress_bar": False}
+# The batches in a checkpoint, the options of both runs, and more options of the second one.
 STOPS = {
     "accelerate": [
-        Stop(taken + 2, taken, {}, f"checkpoints/{path}")
+        (taken, {}, {"resume": f"checkpoints/{path}"})
         for taken, path in zip(AT, ("0-10", "1-5", "0-end"), strict=True)
     ],
-    "fastai": [Stop(taken + 2, taken, {}, "checkpoint.pt") for taken in AT],
+    "fastai": [(taken, {}, {"resume": "checkpoint.pt"}) for taken in AT],
     "ignite": [
-        Stop(taken + 2, taken, {"every": taken}, f"checkpoints/checkpoint_{taken}.pt")
+        (taken, {"every": taken}, {"resume": f"checkpoints/checkpoint_{taken}.pt"})
         for taken in (5, 20, LENGTH, 2 * LENGTH)
     ],
-    "jax": [Stop(taken + 2, taken, {"every": taken}, taken) for taken in (5, 20, LENGTH)],
-    "skorch": [Stop(taken + 2, taken, {}, True) for taken in AT],
+    "jax": [(taken, {"every": taken}, {"resume": taken}) for taken in (5, 20, LENGTH)],
+    "lightning": [
+        (taken, {**QUIET, "every": every}, {"ckpt_path": f"checkpoints/step={taken}.ckpt"})
+        for taken, every in ((5, 5), (15, 5), (LENGTH, LENGTH), (2 * LENGTH, 2 * LENGTH))
+    ],
+    "skorch": [(taken, {}, {"resume": True}) for taken in AT],
+    "transformers": [
+        (taken, {**save, **options}, {"resume": f"checkpoints/checkpoint-{taken}"})
+        for taken, save in (
+            (5, {"save_steps": 5}),
+            (20, {"save_steps": 20}),
+            (LENGTH, {"save_strategy": "epoch"}),
+        )
+        for options in ({}, {"restore_callback_states_from_checkpoint": True})
+    ],
 }
-LIBRARIES = {"jax": ("flax", "orbax")}
+# The options of two ranks, and how they continue after a number of batches.
+RANKS = {
+    "accelerate": ({}, {7 + 5: {"resume": "checkpoints/1-5"}, 14: {"resume": "checkpoints/1-end"}}),
+    "ddp": ({}, {7 + 3: {"resume": "checkpoints/1-3.pt"}, 14: {"resume": "checkpoints/1-7.pt"}}),
+    "lightning": (
+        {"strategy": "ddp", "devices": 2, "every": 1, "logger": False},
+        {taken: {"ckpt_path": f"checkpoints/step={taken}.ckpt"} for taken in (9, 14)},
+    ),
+    "transformers": (
+        {"save_steps": 1},
+        {taken: {"resume": f"checkpoints/checkpoint-{taken}"} for taken in (9, 14)},
+    ),
+}
+LIBRARIES = {"ddp": ("torch",), "jax": ("flax", "orbax")}
 
 
 def recipe_of(name):
@@ -45,38 +60,35 @@ def recipe_of(name):
     return import_module(f"with_{name}")
 
 
-@pytest.mark.parametrize("name", STOPS)
+# The files of Lightning and of the Trainer have this test with evaluations.
+@pytest.mark.parametrize("name", sorted(STOPS.keys() - {"lightning", "transformers"}))
 def test_its_epochs_are_ours(monkeypatch, name):
     """Three epochs train on cseq's epochs 0, 1 and 2."""
     assert recorded(monkeypatch, recipe_of(name)) == stream(0, 1, 2)
 
 
-@pytest.mark.parametrize(("name", "stop"), [(name, stop) for name in STOPS for stop in STOPS[name]])
-def test_a_resume_gives_the_rest(monkeypatch, name, stop):
+@pytest.mark.parametrize(
+    ("name", "taken", "options", "resume"), [(key, *stop) for key in STOPS for stop in STOPS[key]]
+)
+def test_a_resume_gives_the_rest(monkeypatch, name, taken, options, resume):
     """It continues from a checkpoint in mid-epoch or at an epoch's end."""
     recipe, expected = recipe_of(name), stream(0, 1, 2)
-    first = recorded(monkeypatch, recipe, stop_after=stop.after, **stop.options)
-    assert first == expected[: stop.after]
-    rest = recorded(monkeypatch, recipe, resume=stop.resume, **stop.options)
-    assert rest == expected[stop.taken :]
+    first = recorded(monkeypatch, recipe, stop_after=taken + 2, **options)
+    assert first == expected[: taken + 2]
+    assert recorded(monkeypatch, recipe, **options, **resume) == expected[taken:]
 
 
-@pytest.mark.parametrize(
-    ("name", "resumes"),
-    [
-        ("accelerate", {7 + 5: "checkpoints/1-5", 14: "checkpoints/1-end"}),
-        ("ddp", {7 + 3: "checkpoints/1-3.pt", 14: "checkpoints/1-7.pt"}),
-    ],
-)
-def test_two_ranks(name, resumes, recipes, folder):
-    """Each rank trains on its own shard, before and after a resume."""
-    if name != "ddp":
-        recipe_of(name)
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks(name):
+    """Each rank trains on its own shard, before a resume and after it, in mid-epoch or not."""
+    recipe_of(name)
+    options, resumes = RANKS[name]
     ranks = [stream(0, 1, 2, rank=rank, world_size=2) for rank in range(2)]
-    assert on_two_ranks(f"with_{name}", {}, folder, recipes) == ranks
-    for taken, path in resumes.items():
-        rest = on_two_ranks(f"with_{name}", {"resume": path}, folder, recipes)
-        assert rest == [rank[taken:] for rank in ranks]
+    # Lightning starts the other rank.
+    launcher = () if name == "lightning" else TORCHRUN
+    for taken, resume in [(0, {}), *resumes.items()]:
+        found = on_two_ranks(f"with_{name}", {**options, **resume}, launcher)
+        assert found == [rank[taken:] for rank in ranks]
 
 
 def test_figures_are_among_ignites_metrics():

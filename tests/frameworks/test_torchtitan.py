@@ -15,6 +15,7 @@ import cseq
 
 pytest.importorskip("torchtitan")
 
+from recipes import RECIPES
 from token_data import random_documents, write_flat, write_megatron
 
 ROW, SAVED = 64, 6
@@ -66,7 +67,7 @@ class Runner:
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory, recipes):
+def runner(tmp_path_factory):
     """Write the documents of the recipe's config."""
     folder = tmp_path_factory.mktemp("titan")
     data = folder / "data"
@@ -81,7 +82,7 @@ def runner(tmp_path_factory, recipes):
     write_megatron(data / "web_text_document", documents(60))
     for name, number in (("code", 30), ("held_out", 20)):
         write_flat(data / f"{name}.bin", [[*each, 0] for each in documents(number)])
-    return Runner(folder, os.pathsep.join([str(Path(cseq.__file__).parents[1]), str(recipes)]))
+    return Runner(folder, os.pathsep.join([str(Path(cseq.__file__).parents[1]), str(RECIPES)]))
 
 
 def steps_of(run):
@@ -105,13 +106,6 @@ def test_finite_data_end_on_all_ranks_at_once(runner):
     whole = runner.whole()
     assert is_whole(whole)
     assert len(whole[0]["batches"]) == len(whole[0]["losses"]) > SAVED
-
-
-def test_no_row_runs_into_another(runner):
-    """Each row begins at position 0, from which masks are made; others increase by 1, or are 0."""
-    for _, positions, _ in itertools.chain(*steps_of(runner.whole()).values()):
-        assert positions[0] == 0
-        assert all(b in (0, a + 1) for a, b in itertools.pairwise(positions))
 
 
 def test_the_validator_reads_all(runner):

@@ -1,24 +1,29 @@
-"""The Trainer trains on cseq's batches: its epochs, its resumes, its evaluation, its ranks."""
+"""The Trainer trains on cseq's batches: its epochs, its evaluation, its monitor."""
 
 import pytest
-from recipes import (
-    LENGTH,
-    Read,
-    Record,
-    figures_of,
-    on_two_ranks,
-    record_torch,
-    recorded,
-    stream,
-)
+from recipes import LENGTH, Read, Record, figures_of, record_torch, recorded, stream
 
-pytest.importorskip("transformers")
+# Their warnings must not fail the imports below.
+pytest.importorskip("transformers.trainer")
+
+import with_transformers
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from cseq.adapters.torch import installed
+from cseq.adapters.transformers import BatchTrainer, Monitor, SaveState
+
+from data import batches
+from inputs import Inputs
+from samples import Net, Samples
+
+
+def arguments(**options):
+    """Make the arguments of a Trainer on the CPU that reports to nothing."""
+    return TrainingArguments("checkpoints", use_cpu=True, report_to="none", **options)
 
 
 def test_its_epochs_are_ours(monkeypatch):
     """Three epochs train on cseq's epochs 0, 1 and 2, with an evaluation after each."""
-    import with_transformers
-
     record, held_out = Record(), Record()
     with monkeypatch.context() as patch:
         record_torch(patch, record, held_out)
@@ -27,25 +32,8 @@ def test_its_epochs_are_ours(monkeypatch):
     assert held_out == stream(0, shuffle=False) * 3
 
 
-@pytest.mark.parametrize("options", [{}, {"restore_callback_states_from_checkpoint": True}])
-@pytest.mark.parametrize("taken", [5, 20, LENGTH])
-def test_a_resume_gives_the_rest(monkeypatch, taken, options):
-    """It continues from a checkpoint in mid-epoch or at an epoch's end."""
-    import with_transformers
-
-    save = {"save_steps": taken} if taken % LENGTH else {"save_strategy": "epoch"}
-    options = {**save, **options}
-    first = recorded(monkeypatch, with_transformers, stop_after=taken + 2, **options)
-    assert first == stream(0, 1, 2)[: taken + 2]
-    path = f"checkpoints/checkpoint-{taken}"
-    rest = recorded(monkeypatch, with_transformers, resume=path, **options)
-    assert rest == stream(0, 1, 2)[taken:]
-
-
 def test_accumulated_gradients(monkeypatch):
     """A resume between steps of several batches loses no batch that was read ahead."""
-    import with_transformers
-
     options = {"gradient_accumulation_steps": 4, "save_steps": 2}
     assert recorded(monkeypatch, with_transformers, **options) == stream(0, 1, 2)
     path = "checkpoints/checkpoint-2"
@@ -53,42 +41,15 @@ def test_accumulated_gradients(monkeypatch):
     assert rest == stream(0, 1, 2)[8:]
 
 
-def test_two_ranks(recipes, folder):
-    """Each rank trains on its own shard, before and after a resume."""
-    ranks = [stream(0, 1, 2, rank=rank, world_size=2) for rank in range(2)]
-    arguments = {"save_steps": 1}
-    assert on_two_ranks("with_transformers", arguments, folder, recipes) == ranks
-    # These are in mid-epoch, and after two epochs of seven batches each.
-    for taken in (9, 14):
-        arguments["resume"] = f"checkpoints/checkpoint-{taken}"
-        rest = on_two_ranks("with_transformers", arguments, folder, recipes)
-        assert rest == [rank[taken:] for rank in ranks]
-
-
-def test_the_monitor_logs_beside_the_loss(folder):
+def test_the_monitor_logs_beside_the_loss():
     """Every fifth step has the figures of stats() since the last ones; the step's loss stays."""
-    import with_transformers
-    from transformers import TrainerCallback, TrainingArguments
-
-    from cseq.adapters.transformers import BatchTrainer, Monitor
-
-    from data import batches
-    from inputs import Inputs
-
     logged = []
 
     class Logger(TrainerCallback):
         def on_log(self, args, state, control, logs, **kwargs):
             logged.append((state.global_step, dict(logs)))
 
-    args = TrainingArguments(
-        "checkpoints",
-        num_train_epochs=3,
-        logging_steps=5,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-    )
+    args = arguments(num_train_epochs=3, logging_steps=5, save_strategy="no")
     steps = list(range(5, 3 * LENGTH + 1, 5))
     for late in (False, True):
         logged.clear()
@@ -109,23 +70,13 @@ def test_the_monitor_logs_beside_the_loss(folder):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_the_monitor_of_a_trainer_with_its_own_loaders(folder, persistent):
+def test_the_monitor_of_a_trainer_with_its_own_loaders(persistent):
     """The Trainer's own loader, wrapped by accelerate, counts once cseq is installed."""
-    from transformers import Trainer, TrainingArguments
-
-    from cseq.adapters.torch import installed
-    from cseq.adapters.transformers import Monitor
-
-    from samples import Net, Samples
-
-    args = TrainingArguments(
-        "checkpoints",
+    args = arguments(
         num_train_epochs=3,
         per_device_train_batch_size=8,
         dataloader_num_workers=2,
         dataloader_persistent_workers=persistent,
-        use_cpu=True,
-        report_to="none",
         save_strategy="no",
     )
     with installed():
@@ -139,24 +90,15 @@ def test_the_monitor_of_a_trainer_with_its_own_loaders(folder, persistent):
     assert all(found["cseq/batches_per_s"] > 0 for _, found in figures)
 
 
-def test_what_does_not_fit_together_is_refused(folder):
+def test_what_does_not_fit_together_is_refused():
     """A monitor lacks a Trainer, batches are skipped twice, or a checkpoint lacks a state."""
-    import with_transformers
-    from transformers import Trainer, TrainingArguments
-
-    from cseq.adapters.transformers import BatchTrainer, Monitor, SaveState
-
-    from data import batches
-    from inputs import Inputs
 
     class Own(Trainer):
         def get_train_dataloader(self):
             return self.train_dataset
 
     def train(kind, callback, resume=False, **options):
-        args = TrainingArguments(
-            "checkpoints", max_steps=2, use_cpu=True, report_to="none", save_steps=1, **options
-        )
+        args = arguments(max_steps=2, save_steps=1, **options)
         with batches(Inputs).start() as manager:
             trainer = kind(with_transformers.Model(), args, train_dataset=manager)
             if callback is not None:

@@ -5,8 +5,6 @@ checkpoint. It prints each rank's training batches, or null if rank 0 has killed
 output are JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

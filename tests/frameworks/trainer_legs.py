@@ -3,10 +3,6 @@
 The network has dropout, and the collator masks at random.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import legs
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
@@ -15,7 +11,7 @@ from cseq.adapters.transformers import SeedEpochs
 
 EPOCHS = 3
 # How the Trainer draws, and whether that needs `SeedEpochs`.
-SAMPLERS: list[tuple[dict[str, Any], bool]] = [
+SAMPLERS = [
     ({}, False),
     ({"data_seed": 5}, False),
     ({"train_sampling_strategy": "sequential"}, True),

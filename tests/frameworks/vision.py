@@ -2,22 +2,12 @@
 to be built for the installed torch. What Composer imports of it is invented.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
-from typing import Any
 from unittest import mock
 
-MODULES = (
-    "datasets",
-    "models",
-    "models.resnet",
-    "ops",
-    "transforms",
-    "transforms.functional",
-    "utils",
-)
+MODULES = ["datasets", "models", "models.resnet", "ops", "utils"]
+MODULES += ["transforms", "transforms.functional"]
 
 
 class Vision(mock.MagicMock):
@@ -25,10 +15,10 @@ class Vision(mock.MagicMock):
 
     VisionDataset = type("VisionDataset", (), {})
     __spec__ = importlib.machinery.ModuleSpec("torchvision", None)
-    __path__: tuple[str, ...] = ()
+    __path__ = ()
 
 
-vision: Any = Vision()
+vision = Vision()
 vision.datasets = vision
 sys.modules["torchvision"] = vision
 sys.modules.update({f"torchvision.{name}": vision for name in MODULES})
