@@ -17,12 +17,7 @@ try:
     import drawing
     import ray
     from drawing import DrawsSlowly, await_agents
-    from local_cluster import (
-        QUICK_DEATHS,
-        kill,
-        local_cluster,
-        until,
-    )
+    from local_cluster import QUICK_DEATHS, at_work, kill, local_cluster, until
 
     # Actors, tasks and fleets of the tests need it.
     ray.cloudpickle.register_pickle_by_value(drawing)
@@ -80,11 +75,11 @@ def nothing_left_behind(request, cluster, watched_names):
     yield
     if request.session.testsfailed > failed:
         # A failed test's traceback keeps its objects alive.
-        kill(cluster.at_work())
+        kill(at_work(cluster.folder))
         return
     # These are handles of actors and references to objects.
     gc.collect()
-    until(lambda: not cluster.at_work(), f"the test left {cluster.at_work()}")
+    until(lambda: not at_work(cluster.folder), f"the test left {at_work(cluster.folder)}")
     until(lambda: cluster.stored() == 0, "the test left objects in a store")
     assert cluster.spills() == spills, "objects were spilled to a disk"
     assert cluster.nodes == nodes

@@ -1,12 +1,9 @@
 """The batches of the tests with Ray, and test mode's version of them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random
 import time
-from typing import Any
 
 import numpy as np
 import ray
@@ -17,9 +14,9 @@ import cseq
 
 SAMPLES, SIZE = 700, 4
 BATCHES = SAMPLES // SIZE
-OPTIONS: dict[str, Any] = {"batch_size": SIZE, "seed": 3, "out_type": "null"}
+OPTIONS = {"batch_size": SIZE, "seed": 3, "out_type": "null"}
 # A small buffer keeps the loop close to the agents.
-SMALL: dict[str, Any] = {"buffer": 16}
+SMALL = {"buffer": 16}
 
 
 class Draws:

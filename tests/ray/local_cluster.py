@@ -6,8 +6,6 @@ on the other nodes. Sessions have their own folder, which Ray finds in `RAY_TMPD
 the environment of every process of the cluster, which identifies them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -17,7 +15,6 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
@@ -48,7 +45,7 @@ class LocalCluster:
 
     cluster: Cluster
     folder: Path
-    nodes: list[Any] = field(default_factory=list)
+    nodes: list = field(default_factory=list)
 
     def add_node(self, **arguments):
         """Start a node with one CPU; wait until the cluster has it."""
@@ -74,10 +71,6 @@ class LocalCluster:
     def spills(self):
         """Return the logs of processes that wrote objects to a disk; one exists from the start."""
         return set(self.folder.glob("ray/session_*/logs/*spill_worker*"))
-
-    def at_work(self):
-        """Return the actors, and all processes that they started: pid → command."""
-        return at_work(self.folder)
 
 
 @contextlib.contextmanager
@@ -114,9 +107,9 @@ def await_end(folder):
     """Wait until no process is left; kill those that do not end, and return those not of Ray."""
     with contextlib.suppress(TimeoutError):
         until(lambda: not processes_of(folder), "processes are left")
-    left = processes_of(folder)
-    kill(left)
-    return {pid: command for pid, command in left.items() if not OF_A_NODE.match(command)}
+    left = at_work(folder)
+    kill(processes_of(folder))
+    return left
 
 
 def kill(pids):
@@ -142,26 +135,22 @@ def processes_of(folder):
     some of Ray's write their title over their environment. This process, the driver, does not
     count.
     """
-    mark = f"RAY_TMPDIR={folder}\0".encode()
-    parents = {}
-    commands = {}
-    marked = set()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
-            continue
+    mark, found = f"RAY_TMPDIR={folder}\0".encode(), {}
+    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
         with contextlib.suppress(OSError):
             # It is gone, or another user's.
-            status = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-            if status[0] == b"Z":
-                continue
-            pid = int(entry.name)
-            commands[pid] = (entry / "cmdline").read_bytes().rstrip(b"\0") + b"\0"
-            parents[pid] = int(status[1])
-            if mark in (entry / "environ").read_bytes():
-                marked.add(pid)
-    while more := {pid for pid, parent in parents.items() if parent in marked} - marked:
-        marked |= more
-    return {pid: commands[pid] for pid in sorted(marked)}
+            if is_marked(pid, mark):
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0") + b"\0"
+    return found
+
+
+def is_marked(pid, mark):
+    """Return whether a process that is no zombie has a variable, or descends from one with it."""
+    state, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
+    if state == b"Z" or pid in (1, os.getpid()):
+        return False
+    is_own = mark in Path(f"/proc/{pid}/environ").read_bytes()
+    return is_own or (int(parent) > 1 and is_marked(int(parent), mark))
 
 
 def until(condition, complaint):

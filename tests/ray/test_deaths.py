@@ -83,24 +83,18 @@ def test_a_stopped_agent_is_replaced(cluster):
         await_agents(fleet, without=[stopped])
 
 
-class HangsOnce(DrawsSlowly):
-    """Never finishes one batch, unless a file exists."""
-
-    path = ""
-
-    def __getitem__(self, indices):
-        if 77 in indices and not os.path.exists(self.path):
-            open(self.path, "x").close()
-            time.sleep(1000)
-        return super().__getitem__(indices)
-
-
 @pytest.mark.parametrize("tls", [False, True])
 def test_an_agent_that_hangs_is_replaced(cluster, monkeypatch, tmp_path, tls):
     """After `timeout`, another agent makes its batches."""
 
-    class Hangs(HangsOnce):
-        path = str(tmp_path / "it has")
+    class Hangs(DrawsSlowly):
+        """Never finishes one batch, unless a file exists."""
+
+        def __getitem__(self, indices):
+            if 77 in indices and not (tmp_path / "it has").exists():
+                (tmp_path / "it has").touch()
+                time.sleep(1000)
+            return super().__getitem__(indices)
 
     monkeypatch.setenv("RAY_USE_TLS", str(int(tls)))
     with cseq.RayFleet(Hangs, 2, 1, timeout=1.0) as fleet:

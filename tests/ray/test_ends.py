@@ -11,14 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawing import (
-    OPTIONS,
-    SMALL,
-    DrawsSlowly,
-    assert_is_test_mode,
-    pids,
-    sequence,
-)
+from drawing import OPTIONS, SMALL, DrawsSlowly, assert_is_test_mode, pids, sequence
 from local_cluster import STORE, at_work, kill, processes_of, until
 
 import cseq
@@ -114,7 +107,7 @@ os.kill(int(sys.argv[1]), signal.SIGINT)
 DRIVER = """
 import os, signal, sys
 sys.path[:0] = sys.argv[2:4]
-from local_cluster import local_cluster, until
+from local_cluster import at_work, local_cluster, until
 from drawing import DrawsSlowly, OPTIONS, SAMPLES
 import cloudpickle, cseq, drawing
 
@@ -125,7 +118,7 @@ with local_cluster(2) as cluster:
     with manager.start() as batches:
         for k, batch in enumerate(batches):
             if k == 40:
-                until(lambda: len(cluster.at_work()) >= 2, "the agents are late")
+                until(lambda: len(at_work(cluster.folder)) >= 2, "the agents are late")
                 print(cluster.folder, flush=True)
                 if sys.argv[1] == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -61,27 +61,30 @@ def without(samples):
     return [one for one in in_test_mode() if not np.isin(one[0], samples).any()]
 
 
-def test_exceptions_of_indexers_arrive_as_themselves():
-    """User classes that pickle accepts are the loop's own; notes name batch, node and process."""
+def outcomes(fleet, **options):
+    """Return the batches of an epoch, and the errors of those that fail."""
     errors, got = [], []
-    with cseq.RayFleet(Fails, 2, 1) as fleet, sequence(fleet).start() as batches:
+    with sequence(fleet, **options).start() as batches:
         iterator = iter(batches)
         while True:
             try:
                 got.append(next(iterator))
             except StopIteration:
-                break
+                return got, errors
             except Exception as error:  # noqa: BLE001
                 errors.append(error)
+
+
+def test_exceptions_of_indexers_arrive_as_themselves():
+    """User classes that pickle accepts are the loop's own; notes name batch, node and process."""
+    with cseq.RayFleet(Fails, 2, 1) as fleet:
+        got, errors = outcomes(fleet)
         there = pids(fleet)
     assert_same(got, without([100, 200, 300]))
     own = next(error for error in errors if isinstance(error, OwnError))
     assert own.sample == 100
-    assert sorted(type(error).__name__ for error in errors) == [
-        "OwnError",
-        "RuntimeError",
-        "WorkerError",
-    ]
+    kinds = sorted(type(error).__name__ for error in errors)
+    assert kinds == ["OwnError", "RuntimeError", "WorkerError"]
     for error in errors:
         assert isinstance(error.__cause__, cseq.RemoteTraceback)
         assert "epoch 0, batch" in "".join(error.__notes__)
@@ -99,37 +102,32 @@ def test_failing_batches_are_left_out():
     assert_same(got, without([100, 200, 300]))
 
 
-class FailsWithoutFile(Draws):
-    """Fails at an agent without a file of its process id."""
-
-    folder = ""
-
-    def __getitem__(self, indices):
-        if not os.path.exists(f"{self.folder}/{os.getpid()}"):
-            raise OSError("this node has no data")
-        return super().__getitem__(indices)
-
-
 def test_an_indexer_fails_at_one_agent_alone(tmp_path):
     """Its batches are errors, and are not tried elsewhere; the other agent's are not."""
 
-    class Fails(FailsWithoutFile):
-        folder = str(tmp_path)
+    class FailsWithoutFile(Draws):
+        def __getitem__(self, indices):
+            if not (tmp_path / str(os.getpid())).exists():
+                raise OSError("this node has no data")
+            return super().__getitem__(indices)
 
-    with cseq.RayFleet(Fails, 2, 1) as fleet:
+    with cseq.RayFleet(FailsWithoutFile, 2, 1) as fleet:
         bad, good = await_agents(fleet)
         (tmp_path / str(good)).touch()
-        made, failed = 0, set()
-        with sequence(fleet, **SMALL).start() as batches:
-            iterator = iter(batches)
-            for _ in range(BATCHES):
-                try:
-                    next(iterator)
-                    made += 1
-                except OSError as error:
-                    failed.add("".join(error.__notes__).split(" pid ")[1].split()[0])
+        made, errors = outcomes(fleet, **SMALL)
     assert made
+    assert {type(error) for error in errors} == {OSError}
+    failed = {"".join(error.__notes__).split(" pid ")[1].split()[0] for error in errors}
     assert failed == {str(bad)}
+
+
+def refuses(fleet, kind, match):
+    """Fail unless the first batch raises this error; return the error and its notes."""
+    with fleet, sequence(fleet).start() as batches:
+        iterator = iter(batches)
+        with pytest.raises(kind, match=match) as caught:
+            next(iterator)
+    return caught.value, "".join(getattr(caught.value, "__notes__", ()))
 
 
 class Refuses:
@@ -139,21 +137,15 @@ class Refuses:
 
 def test_the_constructor_of_an_indexer_raises_in_the_loop():
     """The first batch raises it, with its type; no other agent is asked."""
-    with cseq.RayFleet(Refuses, 2, 1) as fleet, sequence(fleet).start() as batches:
-        iterator = iter(batches)
-        with pytest.raises(FileNotFoundError, match="no such file") as caught:
-            next(iterator)
-    assert caught.value.filename == "data.bin"
-    assert "raised by the agent with pid" in "".join(caught.value.__notes__)
+    error, notes = refuses(cseq.RayFleet(Refuses, 2, 1), FileNotFoundError, "no such file")
+    assert error.filename == "data.bin"
+    assert "raised by the agent with pid" in notes
 
 
 def test_an_agent_whose_environment_cannot_be_made_is_an_error():
     """The error has Ray's text."""
     fleet = cseq.RayFleet(Draws, 1, 1, runtime_env={"working_dir": "file:///no/such.zip"})
-    with fleet, sequence(fleet).start() as batches:
-        iterator = iter(batches)
-        with pytest.raises(ray.exceptions.RayError, match=r"working_dir|no/such"):
-            next(iterator)
+    refuses(fleet, ray.exceptions.RayError, r"working_dir|no/such")
 
 
 def test_what_cannot_be_scheduled_is_logged(caplog):
@@ -179,18 +171,15 @@ def test_another_version_is_refused(monkeypatch):
         await_agents(fleet, 1)
         monkeypatch.setattr(cseq, "__version__", "0.0.1")
         monkeypatch.setattr(np, "__version__", "1.26.0")
-        with sequence(fleet).start() as batches:
-            iterator = iter(batches)
-            with pytest.raises(ImportError, match=OTHERS):
-                next(iterator)
+        refuses(fleet, ImportError, OTHERS)
 
 
 SOURCE = """
-import cseq, numpy, {0}_more
+import cseq, numpy, written_more
 
 class Own:
     def __getitem__(self, indices):
-        return indices * {0}_more.twice(1) + cseq.rng().integers(10, size=len(indices))
+        return indices * written_more.twice(1) + cseq.rng().integers(10, size=len(indices))
 """
 
 
@@ -198,7 +187,7 @@ class Own:
 def written(tmp_path, monkeypatch):
     """Write two modules to a folder that only this process has on its path."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "written.py").write_text(SOURCE.format("written"))
+    (tmp_path / "written.py").write_text(SOURCE)
     (tmp_path / "written_more.py").write_text("def twice(x):\n    return 2 * x\n")
     importlib.invalidate_caches()
     yield importlib.import_module("written")
@@ -227,22 +216,9 @@ def test_modules_of_the_user_go_by_value_if_cloudpickle_is_told(written):
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def test_a_module_that_agents_lack_is_named(tmp_path, monkeypatch):
+def test_a_module_that_agents_lack_is_named(written):
     """The error has two remedies."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "only_here.py").write_text(SOURCE.format("only_here"))
-    (tmp_path / "only_here_more.py").write_text("twice = abs\n")
-    importlib.invalidate_caches()
-    module = importlib.import_module("only_here")
-    try:
-        with cseq.RayFleet(module.Own, 1, 1) as fleet, sequence(fleet).start() as batches:
-            iterator = iter(batches)
-            with pytest.raises(ModuleNotFoundError, match="only_here") as caught:
-                next(iterator)
-    finally:
-        for name in ("only_here", "only_here_more"):
-            sys.modules.pop(name, None)
-    notes = "".join(caught.value.__notes__)
+    _, notes = refuses(cseq.RayFleet(written.Own, 1, 1), ModuleNotFoundError, "written")
     assert "install the module on all nodes" in notes
     assert "py_modules" in notes
 

@@ -8,15 +8,7 @@ import time
 import numpy as np
 import pytest
 import ray
-from drawing import (
-    BATCHES,
-    OPTIONS,
-    SAMPLES,
-    Draws,
-    assert_is_test_mode,
-    await_agents,
-    sequence,
-)
+from drawing import BATCHES, OPTIONS, SAMPLES, Draws, assert_is_test_mode, await_agents, sequence
 from killing import kill_agent
 from kinds import assert_same
 
@@ -70,12 +62,10 @@ def test_more_workers_than_cpus_are_waited_for():
 
 def test_a_fleet_has_what_the_nodes_have_room_for():
     """By default, it has a worker process for each CPU."""
-    with cseq.RayFleet(Draws) as fleet:
-        assert len(fleet.handles) == 2
-    with cseq.RayFleet(Draws, num_cpus=0.5) as fleet:
-        assert len(fleet.handles) == 4
-    with cseq.RayFleet(Draws, num_workers=3, num_cpus=0.1) as fleet:
-        assert len(fleet.handles) == 6
+    rooms = (({}, 2), ({"num_cpus": 0.5}, 4), ({"num_workers": 3, "num_cpus": 0.1}, 6))
+    for options, expected in rooms:
+        with cseq.RayFleet(Draws, **options) as fleet:
+            assert len(fleet.handles) == expected
     with pytest.raises(ValueError, match="num_cpus=64, but no node in the cluster currently has"):
         cseq.RayFleet(Draws, num_cpus=64)
 
