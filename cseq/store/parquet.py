@@ -32,7 +32,8 @@ class Parquet(Shards):
     """A reader for Parquet files. Each row group is a shard, decoded once per machine.
 
     ``[index]`` returns a row as a dict. ``[indices]`` returns a dict of columns: arrays for
-    numbers, dates and fixed-size lists, and lists otherwise. `limit` applies to the decoded data.
+    numbers, dates and fixed-size lists, and lists otherwise. Nulls are NaN, NaT or None; columns
+    of integers or booleans must not have any. `limit` applies to the decoded data.
 
     Parameters
     ----------
@@ -55,6 +56,10 @@ class Parquet(Shards):
     def __init__(
         self, urls: str | Sequence[str], *, columns: Sequence[str] | None = None, **options: Any
     ) -> None:
+        if columns is not None and (isinstance(columns, str) or not columns):
+            raise ValueError(
+                f"columns={columns!r} is not a list of column names; pass one, or None"
+            )
         self.columns = None if columns is None else [*columns]
         super().__init__(urls, **options)
 
@@ -97,11 +102,12 @@ class Parquet(Shards):
         return {"rows": rows, "nbytes": nbytes, "groups": groups}
 
     def _is_wanted(self, path: str) -> bool:
-        return self.columns is None or path.partition(".")[0] in self.columns
+        # Names of columns may contain dots as well.
+        return self.columns is None or any(f"{path}.".startswith(f"{x}.") for x in self.columns)
 
     def _schema_of(self, footer: pq.FileMetaData) -> pa.Schema:
         fields = footer.schema.to_arrow_schema().remove_metadata()
-        return pa.schema([one for one in fields if self._is_wanted(one.name)])
+        return pa.schema([one for one in fields if not self.columns or one.name in self.columns])
 
     def spans(self, objects: list[Object], number: int) -> list[tuple[Object, int, int]]:
         """Return the byte ranges of the columns in a row group."""
@@ -123,6 +129,8 @@ class Parquet(Shards):
             table = parts.read_row_group(group, columns=self.columns).combine_chunks()
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot be decoded (row group {group}): {error}") from error
+        for name in table.column_names:
+            _check_nulls(name, table[name].combine_chunks())
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
 
@@ -157,11 +165,35 @@ def _spans_of(chunks: list[pq.ColumnChunkMetaData]) -> list[list[int]]:
     return spans
 
 
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_fixed_size_list(kind) and pa.types.is_primitive(kind.value_type)
+
+
+def _check_nulls(name: str, column: pa.Array) -> None:
+    """Raise ValueError if the column has nulls that its array could not represent."""
+    is_list = _is_list(column.type)
+    values = column.flatten() if is_list else column
+    types, kind = pa.types, values.type
+    if not types.is_primitive(kind) or types.is_floating(kind):
+        return
+    if (column.null_count or values.null_count) and (is_list or not types.is_temporal(kind)):
+        raise ValueError(
+            f"has nulls in column {name!r}, and arrays of {kind} have no value for them; fill them "
+            "before writing the file, or pass columns= without this column"
+        )
+
+
 def _values(column: pa.Array) -> Any:
     """Return a column as an array if its values have a fixed size, or as a list."""
     kind = column.type
-    if pa.types.is_fixed_size_list(kind) and pa.types.is_primitive(kind.value_type):
-        return column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)
+    if _is_list(kind):
+        # `flatten` leaves out lists that are null.
+        values = column.flatten().to_numpy(zero_copy_only=False)
+        if not column.null_count:
+            return values.reshape(len(column), -1)
+        rows = np.full((len(column), kind.list_size), np.nan, values.dtype)
+        rows[column.is_valid().to_numpy(zero_copy_only=False)] = values.reshape(-1, kind.list_size)
+        return rows
     if pa.types.is_primitive(kind):
         return column.to_numpy(zero_copy_only=False)
     return column.to_pylist()

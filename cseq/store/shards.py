@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardStats", "Shards"]
 
-VERSION = 2
+VERSION = 3
 
 
 class ShardStats(NamedTuple):

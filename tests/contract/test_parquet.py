@@ -77,6 +77,70 @@ def test_a_damaged_file_is_named(tmp_path):
             loop(FIRST_PROCESS, table, 3, 6)
 
 
+def test_names_of_columns_may_contain_dots(tmp_path):
+    """A name with a dot is one column, not a part of another one."""
+    nested = pa.array([{"x": 1, "y": 2}])
+    columns = {"a.b": pa.array([3]), "a": nested, "ab": pa.array([4])}
+    parquet.write_table(pa.table(columns), tmp_path / "0.parquet")
+    for name, value in {"a.b": 3, "a": {"x": 1, "y": 2}}.items():
+        table = store.Parquet(str(tmp_path), limit="1 MB", columns=[name])
+        assert table[0] == {name: value}
+
+
+@pytest.mark.parametrize("columns", [[], "ab", ""])
+def test_columns_is_a_list_of_names(columns, tmp_path):
+    """A string, or no name, is refused before anything is read."""
+    with pytest.raises(ValueError, match=r"columns=.* is not a list of column names"):
+        store.Parquet(str(tmp_path), columns=columns)
+
+
+PAIRS = [[1, 2], None, [None, 4], [5, 6]]
+
+
+@pytest.mark.parametrize("index", [[0, 1], [3, 0], [1, 2], [1]])
+def test_nulls_keep_the_type_and_the_shape(index, tmp_path):
+    """Whatever rows a batch has, nulls are NaN, NaT or None, and lists keep their length."""
+    columns = {
+        "pair": pa.array(PAIRS, pa.list_(pa.float32(), 2)),
+        "float": pa.array([1, None, 3, 4], pa.float64()),
+        "day": pa.array([1, None, 3, 4], pa.date32()),
+        "text": pa.array(["a", None, "c", "d"]),
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "0.parquet")
+    batch = store.Parquet(str(tmp_path), limit="1 MB")[index]
+    day = np.array([1, "NaT", 3, 4], "datetime64[D]")
+    expected = np.array([[1, 2], [np.nan] * 2, [np.nan, 4], [5, 6]], np.float32)
+    np.testing.assert_array_equal(batch["pair"], expected[index])
+    np.testing.assert_array_equal(batch["float"], np.array([1, np.nan, 3, 4])[index])
+    np.testing.assert_array_equal(batch["day"], day[index])
+    assert [batch[name].dtype for name in ("pair", "float", "day")] == [
+        np.float32,
+        float,
+        day.dtype,
+    ]
+    assert batch["text"] == [["a", None, "c", "d"][k] for k in index]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([1, None], pa.int64()),
+        ([True, None], pa.bool_()),
+        (PAIRS, pa.list_(pa.int16(), 2)),
+        ([[1, 2], None], pa.list_(pa.date32(), 2)),
+    ],
+    ids=str,
+)
+def test_nulls_without_a_value_are_refused(values, kind, tmp_path):
+    """An array of whole numbers has no value for them; other columns can be read."""
+    column = pa.array(values, kind)
+    parquet.write_table(pa.table({"x": column, "y": column.is_valid()}), tmp_path / "0.parquet")
+    with pytest.raises(ValueError, match=r"0\.parquet has nulls in column 'x', .* columns="):
+        store.Parquet(str(tmp_path), limit="1 MB")[0]
+    others = store.Parquet(str(tmp_path), limit="1 MB", columns=["y"])
+    assert others[:]["y"].tolist() == [value is not None for value in values]
+
+
 @pytest.mark.parametrize("data", [b"no table" * 9, b""])
 def test_what_is_no_parquet_file_is_named(data, tmp_path):
     """Such a file raises an error when the index is made."""
