@@ -89,9 +89,9 @@ class Npy(Shards):
 
     def mapped(self, number: int, view: mmap.mmap) -> NDArray[Any]:
         """Return a shard as an array."""
-        count = int(self.sizes[number]) * math.prod(self.shape)
-        flat = np.frombuffer(view, self.dtype, count, self.facts["offsets"][number])
-        return flat.reshape(-1, *self.shape)
+        shape = int(self.sizes[number]), *self.shape
+        offset = self.facts["offsets"][number]
+        return np.frombuffer(view, self.dtype, math.prod(shape), offset).reshape(shape)
 
     def gather(self, mapped: Mapping[int, Any], shards: Ints, rows: Ints) -> NDArray[Any]:
         """Return the rows as an array, in the batch's slot if there is one."""
@@ -120,6 +120,8 @@ def header(data: bytes) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
     shape, is_fortran, dtype = readers[version](file)
     if dtype.hasobject:
         raise ValueError("the array contains Python objects")
-    if not shape or (is_fortran and len(shape) > 1):
+    if not shape:
+        raise ValueError("the array is a single number; save an array of rows")
+    if is_fortran and len(shape) > 1:
         raise ValueError("its rows are not contiguous; save the array in C order")
     return file.tell(), shape, dtype

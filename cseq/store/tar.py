@@ -75,7 +75,13 @@ class Tar(Shards):
             key = f"{folder}/{stem}" if folder else stem
             if not samples or samples[-1][0] != key:
                 samples.append((key, {}))
-            samples[-1][1][rest.lower()] = offset, size
+            members, extension = samples[-1][1], rest.lower()
+            if extension in members:
+                raise ValueError(
+                    f"has two members {key}.{extension} in one sample; use another key for each "
+                    "sample"
+                )
+            members[extension] = offset, size
         data = json.dumps(samples).encode()
         with open(path, "r+b") as file_of_bytes:
             file_of_bytes.seek(end)

@@ -365,6 +365,7 @@ def test_bad_arguments_are_named(urls, options, error, match, folder, tmp_path):
         (b"no array", r"x.npy is not a valid .npy file"),
         (npy(0, 4, 5), r"has rows of shape \(5,\) and dtype int32"),
         (npy(0, 4)[:-1], r"it has 2527 of 2528 bytes"),
+        (sharded.saved(np.array(3.0)), r"x.npy .* the array is a single number"),
     ],
 )
 def test_a_shard_of_another_kind_is_named(data, match, folder, tmp_path):
@@ -565,3 +566,11 @@ def test_what_is_a_sample_of_a_tar_file(tmp_path):
         {"__key__": "c.d/x", "txt": b""},
         {"__key__": long, "txt": b"6"},
     ]
+
+
+@pytest.mark.parametrize("again", ["a.jpg", "a.JPG"])
+def test_a_sample_that_would_hide_another_is_an_error(again, tmp_path):
+    """Two samples with one key, one after the other, are refused rather than made one."""
+    written({"0.tar": sharded.tar_of([("a.jpg", b"1"), ("a.cls", b"2"), (again, b"3")])}, tmp_path)
+    with pytest.raises(ValueError, match=r"0\.tar has two members a\.jpg in one sample"):
+        store.Tar(tmp_path, limit="1 MB")

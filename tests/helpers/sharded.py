@@ -17,9 +17,13 @@ SEED = 3
 
 def npy(first, rows, width=150):
     """Return the bytes of an .npy file whose rows hold their numbers, from `first` on."""
+    return saved(np.repeat(np.arange(first, first + rows)[:, None], width, 1).astype(np.int32))
+
+
+def saved(array):
+    """Return the bytes of an array's .npy file."""
     file = io.BytesIO()
-    numbers = np.arange(first, first + rows)
-    np.save(file, np.repeat(numbers[:, None], width, 1).astype(np.int32))
+    np.save(file, array)
     return file.getvalue()
 
 
