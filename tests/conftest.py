@@ -60,7 +60,6 @@ HERE = {
     "fork": hasattr(os, "fork"),
     # Whoever sets the variable accepts slow processes.
     "quick processes": hasattr(os, "fork") or "CSEQ_TESTS_START" in os.environ,
-    "worker processes": True,
 }
 
 # The log of workers on a busy machine may contain this.

@@ -3,8 +3,6 @@
 import pytest
 from kinds import PROCESSES
 
-pytestmark = pytest.mark.needs("worker processes")
-
 METHODS = [kind.name for kind in PROCESSES]
 # Start methods whose workers lack the script's configuration.
 ANEW = [name for name in METHODS if name != "fork"]

@@ -379,7 +379,6 @@ def test_any_shape(kind, options, breaks):
     check_any_shape(kind, options, breaks)
 
 
-@pytest.mark.needs("worker processes")
 @given(SHAPES, BREAKS)
 @settings(max_examples=12)
 def test_any_shape_in_processes(options, breaks):
@@ -404,7 +403,6 @@ def check_any_shape(kind, options, breaks):
             assert all(len(b) == size for b in batches[: end // size])
 
 
-@pytest.mark.needs("worker processes")
 @given(st.data())
 @settings(max_examples=15)
 def test_any_sizes_of_batches(data):

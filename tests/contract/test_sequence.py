@@ -299,7 +299,6 @@ def test_a_function_for_every_array(kind):
     assert_same(got, {"a": [np.int64(6), 3], "b": ("text", np.float32(6))})
 
 
-@pytest.mark.needs("worker processes")
 def test_without_torch(run_script):
     """Without torch, every out_type gives arrays of the same values; the log says so once."""
     done = run_script("""

@@ -38,7 +38,6 @@ def examples_of(name):
     ]
 
 
-@pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("name", NAMES)
 def test_examples_print_what_they_show(name, tmp_path, monkeypatch):
     """Each example of a public name prints what stands below it."""

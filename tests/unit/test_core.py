@@ -518,7 +518,6 @@ def test_all_this_with_naps():
     assert " passed" in done.stdout
 
 
-@pytest.mark.needs("worker processes")
 @pytest.mark.skipif(NAP, reason="this is that run")
 def test_a_sequence_with_naps(run_script):
     """Pools give the same stream with naps as with the futex."""

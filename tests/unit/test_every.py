@@ -63,7 +63,6 @@ def test_a_loader_without_workers_is_told_once(caplog):
     assert caplog.messages == [told]
 
 
-@pytest.mark.needs("worker processes")
 def test_each_epoch_of_a_loader_has_workers_of_its_own():
     """A window that began with the previous epoch's workers has the new ones' work."""
     loader = cseq_loader(num_workers=1)

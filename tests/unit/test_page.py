@@ -230,7 +230,6 @@ def test_in_a_notebook():
     assert "batch_size" in shown.words
 
 
-@pytest.mark.needs("worker processes")
 def test_a_loader(tmp_path):
     """A notebook has only its facts before an epoch; then that and the page are of the last one."""
     pytest.importorskip("torch")

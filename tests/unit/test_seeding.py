@@ -307,7 +307,6 @@ print([batch[0] for batch in sent], [b[1] for b in sent][1:] == [b[1] for b in r
 """
 
 
-@pytest.mark.needs("worker processes")
 def test_a_batch_is_made_once_more_if_it_imports_what_it_may_draw_from(run_script):
     """It is repeated once, even after a failure, with a new `cseq.rng`; so is a constructor."""
     done = run_script(AGAIN)

@@ -17,9 +17,7 @@ from cseq._memory import HAS_GIL
 from cseq.measure.stats import Stats
 from cseq.system import cores
 
-PROC = pytest.param("proc", marks=pytest.mark.needs("worker processes"))
-
-both = pytest.mark.parametrize("kind", [PROC, "thread"])
+both = pytest.mark.parametrize("kind", ["proc", "thread"])
 
 FREE = 10
 # In seconds.
@@ -273,7 +271,6 @@ def test_the_log_says_it_in_the_middle_of_a_long_epoch(kind, monkeypatch, caplog
     assert "(CSEQ_ADVICE=0 switches this off)" in caplog.text
 
 
-@pytest.mark.needs("worker processes")
 def test_the_start_is_no_waiting(tmp_path):
     """The time before the first batch is counted apart; pauses between epochs are not counted."""
     gate = tmp_path / "gate"
@@ -339,7 +336,6 @@ def test_what_a_pause_computes_is_none_of_the_loops():
     assert 0 < loop["cpu"] < 0.06e9
 
 
-@pytest.mark.needs("worker processes")
 @pytest.mark.skipif(
     not os.path.exists("/proc/thread-self/schedstat"), reason="the system does not count it"
 )

@@ -76,7 +76,6 @@ def no_variables(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("method", start_methods())
 def test_the_environment_of_workers(run_script, method):
     """Workers have the variables, for every start method; the trainer does not."""

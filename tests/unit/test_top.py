@@ -96,7 +96,6 @@ def written(watcher):
     return "\n".join(lines)
 
 
-@pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("kind", ["MPSequence", "MTSequence"])
 def test_what_is_read(tmp_path, kind):
     """It has facts, counts, the loop's place, and the ends of the run and of the process."""
@@ -125,7 +124,6 @@ def test_what_is_read(tmp_path, kind):
         assert "finished" in written(watcher)
 
 
-@pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("look", [0.0, 1e9])
 def test_the_trainer_is_killed(tmp_path, monkeypatch, look):
     """What was read stays, and the end is reported, with or without a search for new runs."""
@@ -144,7 +142,6 @@ def test_the_trainer_is_killed(tmp_path, monkeypatch, look):
         assert written(watcher).count("ended") == 1
 
 
-@pytest.mark.needs("worker processes")
 def test_a_loader_of_torch(tmp_path):
     """`cseq.DataLoader` has the same meters, with a ring for each worker."""
     pytest.importorskip("torch")
@@ -184,7 +181,6 @@ def test_another_number_of_workers():
             assert len(workers(run, 80)) == 1 + count
 
 
-@pytest.mark.needs("worker processes")
 def test_the_command(run_command, tmp_path):
     """It prints once; two ranks have a line each."""
     with trainer(tmp_path, TRAIN, "MPSequence", 1) as (_, watcher):

@@ -15,8 +15,6 @@ from cseq.processes import logs
 from cseq.processes import worker as process
 from cseq.processes.worker import FAILED, HEADER, LOGGED, READY, WorkerProcess, send_state
 
-pytestmark = pytest.mark.needs("worker processes")
-
 SETUP = process.Setup(0, 1, (0, 8), 8, 0, "x" * 10**6, None)
 
 
