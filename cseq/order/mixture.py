@@ -298,7 +298,8 @@ class Mixture(Composed):
 
         def draw(epoch: int, units: Ints) -> Drawn:
             numbers = units.view(np.uint64) + np.uint64(epoch * self.units - plan.since & WORD)
-            blocks, positions = np.divmod(numbers, np.uint64(plan.block))
+            blocks = numbers // np.uint64(plan.block)
+            positions = numbers - blocks * np.uint64(plan.block)
             unit_sources, drawn = np.empty(len(units), np.uint16), np.empty(len(units), np.uint64)
             for start, stop in runs(blocks):
                 part = positions[start:stop].view(np.int64)
@@ -416,6 +417,8 @@ class _Plan:
         self.names, self.phases, self.block, self.since = names, phases, block, since
         self.taken = {**dict.fromkeys(names, 0), **taken}
         self.shares = [Shares(weights, block) for _, weights in phases]
+        self._sources = np.arange(len(names), dtype=np.uint16)
+        self._numbers = np.arange(block, dtype=np.uint64)
         self._blocks = [max(0, -(-(unit - since) // block)) for unit, _ in phases]
         self._drawn = [np.array([self.taken[name] for name in names], np.uint64)]
         for shares, (start, stop) in zip(
@@ -434,11 +437,11 @@ class _Plan:
         """Return each unit's source in a block, and the unit's index among that source's draws."""
         first = before(block)
         quotas = before(block + 1) - first
-        sources = np.repeat(np.arange(len(quotas), dtype=np.uint16), quotas.view(np.int64))
-        unit_sources = sources[shuffle(self.block, seed, 0, MIXTURE, block)]
-        offsets, draws = first - quotas.cumsum() + quotas, np.empty(self.block, np.uint64)
-        numbers = offsets[sources] + np.arange(self.block, dtype=np.uint64)
-        draws[unit_sources.argsort(kind="stable")] = numbers
+        counts, offsets = quotas.view(np.int64), first - quotas.cumsum() + quotas
+        sources = self._sources.repeat(counts)
+        unit_sources = sources.take(shuffle(self.block, seed, 0, MIXTURE, block))
+        draws = np.empty(self.block, np.uint64)
+        draws[unit_sources.argsort(kind="stable")] = offsets.repeat(counts) + self._numbers
         return unit_sources, draws
 
     def taken_before(self, seed: int, unit: int) -> dict[str, int]:
