@@ -14,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from cseq import system
-from cseq._memory import fork_depth
+from cseq._memory import HAS_GIL, fork_depth
 from cseq.memory.descriptors import own_offsets
 from cseq.processes.launcher.base import SHIELDED, end_copy, exit_code_of, flush_output, readable
 from cseq.processes.launcher.forks import close_in_forks, in_forked_children
@@ -60,8 +60,10 @@ def begin_as_copy(
         _measure_as(is_measured())
         own_offsets()
         system.limit_threads(threads)
-        # Keep garbage collection from copying all pages that contain the trainer's objects.
-        gc.freeze()
+        # Keep garbage collection from copying all pages that contain the trainer's objects. Without
+        # a GIL, `freeze` would copy them, because it marks each object.
+        if HAS_GIL:
+            gc.freeze()
         atexit._clear()
         signal.set_wakeup_fd(-1)
         _drop_handlers()

@@ -19,6 +19,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from torch_data import Augmented, Plain, Sharded, same, seed_all, without_told
 
 import cseq
+from cseq._memory import HAS_GIL
 from cseq.adapters.torch import fallback, install, installed, is_installed, names, uninstall
 from cseq.adapters.torch.iterator import LoaderIterator
 from cseq.measure import advice
@@ -358,6 +359,7 @@ class Odd(Plain):
         return index
 
 
+@pytest.mark.skipif(not HAS_GIL, reason="torch's own loader leaves its workers there")
 def test_what_accelerate_loses_is_said_with_what_keeps_it(caplog, monkeypatch):
     """The log says so once, but not if nothing is lost, or if other code reads the attributes."""
     there, elsewhere = {"__name__": "accelerate.data_loader"}, {"__name__": "another"}
