@@ -110,7 +110,10 @@ def npy(path: str) -> NDArray[Any]:
     """Map a one-dimensional .npy file."""
     try:
         array = np.asarray(np.load(path, mmap_mode="r"))
-    except (EOFError, ValueError) as error:
+    except (EOFError, ValueError, OSError) as error:
+        # Windows reports this error if a mapping exceeds the file.
+        if isinstance(error, OSError) and getattr(error, "winerror", None) != 8:
+            raise
         raise damaged(path, 0, str(error), "write it again with numpy.save") from None
     if array.ndim != 1:
         raise damaged(path, 0, f"the array has shape {array.shape}", "pass a one-dimensional array")

@@ -86,6 +86,7 @@ def test_documents_by_their_last_token(tmp_path, last):
     assert documents_of(tokens.Flat(tmp_path / "a.bin", "uint16", end=0)) == documents
 
 
+@pytest.mark.needs("POSIX")
 def test_documents_are_found_once(tmp_path):
     """A file stores their lengths until the tokens change; it is in `cache` if given."""
     data, cache = tmp_path / "data", tmp_path / "cache"
@@ -107,6 +108,7 @@ def test_documents_are_found_once(tmp_path):
     assert len(os.listdir(cache)) == 1
 
 
+@pytest.mark.needs("POSIX")
 def test_lengths_by_offsets_are_kept_in_a_cache(tmp_path):
     """With `cache` and a file of offsets, processes map the same lengths."""
     np.save(tmp_path / "offsets.npy", write_flat(tmp_path / "a.npy", DOCUMENTS))
@@ -257,6 +259,7 @@ def test_a_damaged_flat_file(tmp_path, monkeypatch, name, given, said):
         tokens.Flat(name, **given)
 
 
+@pytest.mark.needs("POSIX")
 def test_a_cache_that_is_no_folder(tmp_path):
     """The error names `cache`, and the file that could not be made."""
     write_flat(tmp_path / "a.bin", DOCUMENTS)
