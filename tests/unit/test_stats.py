@@ -18,6 +18,7 @@ from cseq.measure.stats import Stats
 from cseq.system import cores
 
 both = pytest.mark.parametrize("kind", ["proc", "thread"])
+with_cpu_times = pytest.mark.skipif(sys.platform == "win32", reason="cseq reads no CPU time there")
 
 FREE = 10
 # In seconds.
@@ -130,7 +131,7 @@ def test_workers_that_do_not_compute(kind):
 
 
 @pytest.mark.skipif(not HAS_GIL or cores() < 2, reason="threads share no GIL, or but one core")
-@pytest.mark.skipif(sys.platform == "win32", reason="cseq reads no CPU time there")
+@with_cpu_times
 def test_threads_that_wait_for_the_gil():
     """Threads that compute in Python wait for the GIL; each process has its own."""
     with make("thread", Computes, 3, 10**6).start() as batches:
@@ -153,6 +154,7 @@ def test_a_slow_loop(kind, num_workers):
         assert len([*taken, *batches]) == 100
 
 
+@with_cpu_times
 def test_what_threads_compute():
     """It is the CPU time of the loop and its threads; for other pools, it is unknown."""
     begun = time.process_time()
@@ -169,7 +171,9 @@ def test_what_threads_compute():
         assert batches.stats().window().computed == 0
 
 
-@both
+@pytest.mark.parametrize(
+    "kind", [pytest.param("proc", marks=pytest.mark.needs("quick processes")), "thread"]
+)
 def test_times_of_batches(kind):
     """Each batch, step and wait is counted; workers and their slowest batches are named."""
     m = make(kind, Slow, 2, 40)
@@ -322,6 +326,7 @@ def test_waits_for_the_first_batches_of_the_only_epoch_are_of_the_start(kind, tm
     assert later.first == 0
 
 
+@with_cpu_times
 def test_what_a_pause_computes_is_none_of_the_loops():
     """The loop's CPU time covers only its epochs, as does all of its time."""
     with make("thread", Slow, 1, 5).start() as batches:
@@ -336,6 +341,7 @@ def test_what_a_pause_computes_is_none_of_the_loops():
     assert 0 < loop["cpu"] < 0.06e9
 
 
+@pytest.mark.needs("Linux")
 @pytest.mark.skipif(
     not os.path.exists("/proc/thread-self/schedstat"), reason="the system does not count it"
 )
