@@ -122,6 +122,7 @@ class Connection:
         """Close the connection. Pending calls in other threads raise an exception."""
         with contextlib.suppress(OSError):
             self._raw.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError):
+        # Without a GIL, another thread may be closing the file (ValueError).
+        with contextlib.suppress(OSError, ValueError):
             self._out.close()
         self._raw.close()

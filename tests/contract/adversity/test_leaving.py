@@ -43,9 +43,12 @@ def test_finish_in_the_middle_of_a_call(kind, where):
     if (kind, where) in {("proc", "indexer"), ("thread", "indexer"), ("thread", "out_type")}:
         pytest.skip("there, it is not called on the loop's thread")
     calls = itertools.count()
-    closed = []
+    made, closed = [], []
 
     class Indexer:
+        def __init__(self):
+            made.append(os.getpid())
+
         def __getitem__(self, indices):
             if where == "indexer" and next(calls) == 3:
                 m.finish()
@@ -86,7 +89,9 @@ def test_finish_in_the_middle_of_a_call(kind, where):
             list(m)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert closed == {"test": [os.getpid()], "proc": [], "thread": [os.getpid()] * 2}[kind]
+    # A thread may be told to end before it makes its own.
+    assert len(made) in {"test": [1], "proc": [0], "thread": [0, 1, 2]}[kind]
+    assert closed == made
     m.finish()
     m.load_state_dict(state)
     assert np.concatenate(list(start())).tolist() == list(range(4096))
