@@ -115,7 +115,9 @@ def main(folder, ancestor, mark):
         # Without inotify, whose instances are limited for each user, no maker is seen.
         ready, _, _ = select.select([0] if events < 0 else [0, events], [], [])
         for name in names_of(events) if events >= 0 else []:
-            if not name.startswith(UNCOUNTED):
+            # Nobody asks for a name that is gone. To look through all processes for each would take
+            # longer than the tests that make many.
+            if not name.startswith(UNCOUNTED) and os.path.exists(folder / name):
                 seen[name] = is_of(folder / name, ancestor, mark)
         if 0 in ready:
             name = os.read(0, 4096).decode().strip()
