@@ -57,9 +57,7 @@ class Parquet(Shards):
         self, urls: str | Sequence[str], *, columns: Sequence[str] | None = None, **options: Any
     ) -> None:
         if columns is not None and (isinstance(columns, str) or not columns):
-            raise ValueError(
-                f"columns={columns!r} is not a list of column names; pass one, or None"
-            )
+            raise ValueError(f"columns={columns!r} is not a list of names; pass one, or None")
         self.columns = None if columns is None else [*columns]
         super().__init__(urls, **options)
 

@@ -77,10 +77,7 @@ class Tar(Shards):
                 samples.append((key, {}))
             members, extension = samples[-1][1], rest.lower()
             if extension in members:
-                raise ValueError(
-                    f"has two members {key}.{extension} in one sample; use another key for each "
-                    "sample"
-                )
+                raise ValueError(f"has two members {key}.{extension}; give each sample its own key")
             members[extension] = offset, size
         data = json.dumps(samples).encode()
         with open(path, "r+b") as file_of_bytes:

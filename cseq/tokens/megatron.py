@@ -50,8 +50,7 @@ class Megatron(Corpus):
             head = file.read(HEAD.size)
         if len(head) < HEAD.size or not head.startswith(MAGIC):
             raise damaged(path, 0, f"the file does not start with {MAGIC!r} and a header", REMEDY)
-        numbers: tuple[int, ...] = HEAD.unpack(head)[1:]
-        version, code, number, bounds = numbers
+        _, version, code, number, bounds = HEAD.unpack(head)
         if version != 1:
             raise damaged(path, 9, f"version {version} is not supported", REMEDY)
         if code not in TYPES:

@@ -90,7 +90,7 @@ def test_names_of_columns_may_contain_dots(tmp_path):
 @pytest.mark.parametrize("columns", [[], "ab", ""])
 def test_columns_is_a_list_of_names(columns, tmp_path):
     """A string, or no name, is refused before anything is read."""
-    with pytest.raises(ValueError, match=r"columns=.* is not a list of column names"):
+    with pytest.raises(ValueError, match=r"columns=.* is not a list of names"):
         store.Parquet(str(tmp_path), columns=columns)
 
 

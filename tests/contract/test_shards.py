@@ -572,5 +572,5 @@ def test_what_is_a_sample_of_a_tar_file(tmp_path):
 def test_a_sample_that_would_hide_another_is_an_error(again, tmp_path):
     """Two samples with one key, one after the other, are refused rather than made one."""
     written({"0.tar": sharded.tar_of([("a.jpg", b"1"), ("a.cls", b"2"), (again, b"3")])}, tmp_path)
-    with pytest.raises(ValueError, match=r"0\.tar has two members a\.jpg in one sample"):
+    with pytest.raises(ValueError, match=r"0\.tar has two members a\.jpg; give each"):
         store.Tar(tmp_path, limit="1 MB")
