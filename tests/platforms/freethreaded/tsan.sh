@@ -3,8 +3,8 @@
 #
 # ENVIRONMENT/tsan has a CPython without a GIL that was built for it, and ENVIRONMENT/free the same
 # one without it, with packages; its numpy is not instrumented. It fails if a report has a frame of
-# cseq, except lookups in dicts (`ours`). First it shows that it would: stress.py must have reports of a core that is
-# weakened, each time in another way. TIMES=n (1) does that n times.
+# cseq, except lookups in dicts (`ours`). First it shows that it would: stress.py must have reports of a core
+# that is weakened, each time in another way. TIMES=n (1) does that n times.
 set -euo pipefail
 environment=$(cd "$1" && pwd)
 shift
